@@ -1,0 +1,94 @@
+"""Which kernel combines which arrays: by dtype, by operation, and by where the arrays are.
+
+The element types of every collective are listed here once. Half types enter kernels as bits and are combined in float32;
+on a device a fold is a chain of `combine`s over scratch rows, in the same order as the stack machine on the CPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from hpczero.arrays import Array, as_bits, copy, is_device, is_half, launch
+from hpczero.collectives.order import Tree, depth, leaves, program
+from hpczero.errors import ConfigError
+from hpczero.kernels import half, reduce
+
+DTYPES = tuple(map(np.dtype, (
+    np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.int64, np.uint8,
+)))
+OPERATIONS = ("sum", "mean", "prod", "min", "max")
+
+
+def check(dtype: Any, op: str) -> None:
+    """ConfigError unless every collective can combine elements of `dtype` by `op`."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+    if op not in OPERATIONS:
+        raise ConfigError(f"op={op!r} is not one of {', '.join(OPERATIONS)}")
+    if op == "mean" and dtype.kind in "iu":
+        raise ConfigError(f"op='mean' of {dtype}: a mean of whole numbers need not be one; sum them, or cast to float64")
+
+
+def combine(mine: Array, arrived: Array, op: str) -> None:
+    """mine = mine op arrived, in place; 1-D, one dtype, both on the host or both on one device. A mean sums."""
+    code = reduce.OPS.get(op, reduce.SUM)
+    if is_half(mine.dtype):
+        arguments = (as_bits(mine), as_bits(arrived), half.FORMATS[np.dtype(mine.dtype)], code)
+        if is_device(mine):
+            launch(half.combine_cuda, mine.size, *arguments)
+        else:
+            half.combine(*arguments)
+    elif is_device(mine):
+        launch(reduce.combine_cuda, mine.size, mine, arrived, code)
+    else:
+        reduce.combine(mine, arrived, code)
+
+
+def fold(rows: Array, row_of: dict[int, int], tree: Tree, op: str, first: int, out: Array) -> None:
+    """out = rows[:, first:first + out.size] combined in the order of `tree`, whose rank r lies in row row_of[r].
+
+    On a device the rows are overwritten; on the host they are only read, and `out` may lie in one of them.
+    """
+    if is_device(rows):
+        copy(out, _fold_in_place(rows, row_of, tree, op, slice(first, first + out.size)))
+        return
+    code = reduce.OPS.get(op, reduce.SUM)
+    with_bits = is_half(rows.dtype)
+    widest = 4 if code == reduce.SUM and not with_bits else 1
+    instructions = _program(tree, tuple(row_of[rank] for rank in leaves(tree)), widest)
+    stack = np.empty((depth(instructions), reduce.BLOCK), np.float32 if with_bits else rows.dtype)
+    if with_bits:
+        half.fold(as_bits(rows), instructions, stack, half.FORMATS[np.dtype(rows.dtype)], code, first, as_bits(out))
+    else:
+        reduce.fold(rows, instructions, stack, code, first, out)
+
+
+def divide(array: Array, divisor: int) -> None:
+    """array = array / divisor, in place: what makes a mean of a sum. 1-D, floating."""
+    if is_half(array.dtype):
+        arguments = (as_bits(array), half.FORMATS[np.dtype(array.dtype)], np.float32(divisor))
+        if is_device(array):
+            launch(half.divide_cuda, array.size, *arguments)
+        else:
+            half.divide(*arguments)
+    elif is_device(array):
+        launch(reduce.divide_cuda, array.size, array, array.dtype.type(divisor))
+    else:
+        reduce.divide(array, array.dtype.type(divisor))
+
+
+def _fold_in_place(rows: Array, row_of: dict[int, int], tree: Tree, op: str, part: slice) -> Array:
+    if isinstance(tree, int):
+        return rows[row_of[tree], part]
+    left, right = (_fold_in_place(rows, row_of, half_tree, op, part) for half_tree in tree)
+    combine(left, right, op)
+    return left
+
+
+@lru_cache(maxsize=256)
+def _program(tree: Tree, rows: tuple[int, ...], widest: int) -> np.ndarray:
+    return program(tree, dict(zip(leaves(tree), rows, strict=True)), widest)

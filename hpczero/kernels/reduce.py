@@ -1,0 +1,173 @@
+"""Combining contributions: sum, product, minimum, maximum, in a stated order, at memory speed.
+
+Two forms. `combine` takes one array into another, element by element: what a ring does with a message that arrived.
+`fold` takes any number of rows of a block at once, in the order of a tree of additions (`collectives.order.program`): what
+a node does with its window, and an owner with the contributions it was sent. Reading L rows once and writing one moves
+(L + 1) n elements; a chain of `combine`s would move 3 (L - 1) n.
+
+`fold` runs the tree as a stack machine over blocks of 2048 elements, which stay in the first-level cache, and takes up to
+four rows in one pass. On a device the same tree becomes a chain of `combine`s over scratch rows.
+
+Integers wrap around, as in NumPy. Minimum and maximum hand a NaN on. Half types: see `half`.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numba import cuda
+
+SUM, PROD, MIN, MAX = range(4)
+OPS = {"sum": SUM, "prod": PROD, "min": MIN, "max": MAX}
+
+BLOCK = 2048
+
+
+def _sum(a, b):
+    return a + b
+
+
+def _prod(a, b):
+    return a * b
+
+
+def _min(a, b):
+    return a if a < b or a != a else b
+
+
+def _max(a, b):
+    return a if a > b or a != a else b
+
+
+_sum_cpu, _sum_cuda = numba.njit(error_model="numpy")(_sum), cuda.jit(device=True)(_sum)
+_prod_cpu, _prod_cuda = numba.njit(error_model="numpy")(_prod), cuda.jit(device=True)(_prod)
+_min_cpu, _min_cuda = numba.njit(error_model="numpy")(_min), cuda.jit(device=True)(_min)
+_max_cpu, _max_cuda = numba.njit(error_model="numpy")(_max), cuda.jit(device=True)(_max)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def combine(mine, arrived, op):
+    """mine[i] = mine[i] op arrived[i]; two 1-D arrays of one dtype that do not overlap."""
+    if op == SUM:
+        for i in range(mine.size):
+            mine[i] = _sum_cpu(mine[i], arrived[i])
+    elif op == PROD:
+        for i in range(mine.size):
+            mine[i] = _prod_cpu(mine[i], arrived[i])
+    elif op == MIN:
+        for i in range(mine.size):
+            mine[i] = _min_cpu(mine[i], arrived[i])
+    else:
+        for i in range(mine.size):
+            mine[i] = _max_cpu(mine[i], arrived[i])
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def fold(rows, instructions, stack, op, first, out):
+    """out = the rows[:, first:first + out.size], combined in the order of `instructions`.
+
+    Parameters
+    ----------
+    rows : (num_rows, stride) C-contiguous
+        Only read. `out` may lie in one of them: every element is read before it is written.
+    instructions : (n, 5) int64
+        See `collectives.order.program`; made with `widest=1` unless `op` is SUM.
+    stack : (depth, BLOCK) of the rows' dtype
+        Scratch for partial sums.
+    op : int
+        SUM, PROD, MIN or MAX.
+    """
+    for start in range(0, out.size, BLOCK):
+        stop = min(start + BLOCK, out.size)
+        lo, hi = first + start, first + stop
+        top = -1
+        for k in range(instructions.shape[0]):
+            code = instructions[k, 0]
+            if code == 0:
+                combine(stack[top - 1, :hi - lo], stack[top, :hi - lo], op)
+                top -= 1
+                continue
+            top += 1
+            into = stack[top, :hi - lo]
+            a = rows[instructions[k, 1], lo:hi]
+            if code == 1:
+                _load(a, into)
+                continue
+            b = rows[instructions[k, 2], lo:hi]
+            if code == 2:
+                _load_sum2(a, b, into)
+            else:
+                c = rows[instructions[k, 3], lo:hi]
+                if code == 3:
+                    _load_sum3(a, b, c, into)
+                else:
+                    _load_sum4(a, b, c, rows[instructions[k, 4], lo:hi], into)
+        _load(stack[0, :hi - lo], out[start:stop])
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _load(a, into):
+    for i in range(into.size):
+        into[i] = a[i]
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _load_sum2(a, b, into):
+    for i in range(into.size):
+        into[i] = _sum_cpu(a[i], b[i])
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _load_sum3(a, b, c, into):
+    for i in range(into.size):
+        into[i] = _sum_cpu(_sum_cpu(a[i], b[i]), c[i])
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _load_sum4(a, b, c, d, into):
+    for i in range(into.size):
+        into[i] = _sum_cpu(_sum_cpu(a[i], b[i]), _sum_cpu(c[i], d[i]))
+
+
+@cuda.jit
+def combine_cuda(mine, arrived, op):
+    for i in range(cuda.grid(1), mine.size, cuda.gridsize(1)):
+        if op == SUM:
+            mine[i] = _sum_cuda(mine[i], arrived[i])
+        elif op == PROD:
+            mine[i] = _prod_cuda(mine[i], arrived[i])
+        elif op == MIN:
+            mine[i] = _min_cuda(mine[i], arrived[i])
+        else:
+            mine[i] = _max_cuda(mine[i], arrived[i])
+
+
+def _quotient(a, divisor):
+    return a / divisor
+
+
+_quotient_cpu, _quotient_cuda = numba.njit(error_model="numpy")(_quotient), cuda.jit(device=True)(_quotient)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def divide(mine, divisor):
+    """mine[i] = mine[i] / divisor: a mean is a sum, divided once; `divisor` of the array's dtype."""
+    for i in range(mine.size):
+        mine[i] = _quotient_cpu(mine[i], divisor)
+
+
+@cuda.jit
+def divide_cuda(mine, divisor):
+    for i in range(cuda.grid(1), mine.size, cuda.gridsize(1)):
+        mine[i] = _quotient_cuda(mine[i], divisor)
+
+
+_long = numba.int64
+CUDA_SIGNATURES = {
+    combine_cuda: [
+        (kind[::1], kind[::1], _long)
+        for kind in (numba.float32, numba.float64, numba.int32, numba.int64, numba.uint8)
+    ],
+    divide_cuda: [(kind[::1], kind) for kind in (numba.float32, numba.float64)],
+}
+"""What each CUDA kernel is compiled for when a test compiles all of them without a GPU."""

@@ -1,0 +1,343 @@
+"""Every collective by every algorithm against MPI's own, on numbers whose sums are exact."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from agreement import check_everywhere
+
+from hpczero.collectives import selection
+from hpczero.collectives.api import all_gather, all_reduce, broadcast, reduce, reduce_scatter, shard_slice
+from hpczero.collectives.order import balanced, canonical
+from hpczero.errors import ConfigError, MismatchError
+from hpczero.topology import Topology
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.int64, np.uint8]
+UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def node_maps(size):
+    maps = {tuple([0] * size), tuple(range(size)), tuple(rank % 2 for rank in range(size))}
+    if size > 2:
+        maps.add((0, *[1] * (size - 1)))
+    if size == 5:
+        maps.add((0, 0, 1, 1, 2))
+    return sorted(maps)
+
+
+@pytest.fixture
+def topologies(comm):
+    made = [Topology(comm, node_map) for node_map in node_maps(comm.size)]
+    yield made
+    for topology in made:
+        topology.close()
+
+
+def counts(size):
+    return sorted({0, 1, size - 1, size, size + 1, 1000, 65539})
+
+
+def algorithms(operation, topology):
+    for name in selection.ALGORITHMS[operation]:
+        facts = selection.Call(operation, 0, topology.map, "any")
+        if selection.why_not(facts, name) is None:
+            yield name
+    yield "adaptive"
+
+
+def whole_numbers(rank, count, dtype):
+    """Small whole numbers, different on every rank: sums are exact in every dtype up to 8 ranks."""
+    return ((np.arange(count) * 7 + rank * 3) % 11).astype(dtype)
+
+
+def everyones(comm, count, dtype):
+    return np.stack([whole_numbers(rank, count, np.float64) for rank in range(comm.size)])
+
+
+def test_all_reduce_by_every_algorithm_is_the_sum_of_mpi(comm, topologies):
+    for topology, count in itertools.product(topologies, counts(comm.size)):
+        mine = whole_numbers(comm.rank, count, np.float64)
+        expected = np.empty_like(mine)
+        comm.Allreduce(mine, expected)
+        for name in algorithms("all_reduce", topology):
+            array = mine.copy()
+            returned = all_reduce(array, topology, algorithm=name)
+            check_everywhere(comm, returned is array and np.array_equal(array, expected), f"{name} {topology} {count}")
+            out = np.full_like(mine, -1)
+            all_reduce(mine, topology, algorithm=name, out=out)
+            check_everywhere(comm, np.array_equal(out, expected) and np.array_equal(
+                mine, whole_numbers(comm.rank, count, np.float64)), f"{name} {topology} {count} out of place")
+
+
+def test_reduce_scatter_by_every_algorithm_leaves_the_shard_of_the_sum(comm, topologies):
+    for topology, count in itertools.product(topologies, counts(comm.size)):
+        mine = whole_numbers(comm.rank, count, np.float32)
+        shard = shard_slice(count, comm.rank, comm.size)
+        expected = everyones(comm, count, np.float32).sum(0)[shard]
+        for name in algorithms("reduce_scatter", topology):
+            array = mine.copy()
+            view = reduce_scatter(array, topology, algorithm=name)
+            check_everywhere(comm, np.array_equal(view, expected), f"{name} {topology} {count}")
+            check_everywhere(comm, view.size == 0 or np.shares_memory(view, array), "the shard is a view")
+            out = np.empty_like(expected, dtype=np.float32)
+            reduce_scatter(mine, topology, algorithm=name, out=out)
+            check_everywhere(comm, np.array_equal(out, expected), f"{name} {topology} {count} out of place")
+
+
+def test_all_gather_by_every_algorithm_puts_the_shards_together(comm, topologies):
+    for topology, count in itertools.product(topologies, counts(comm.size)):
+        expected = whole_numbers(5, count, np.int32)
+        shard = shard_slice(count, comm.rank, comm.size)
+        for name in algorithms("all_gather", topology):
+            array = np.full(count, -1, np.int32)
+            array[shard] = expected[shard]
+            all_gather(array, topology, algorithm=name)
+            check_everywhere(comm, np.array_equal(array, expected), f"{name} {topology} {count}")
+            out = np.full(count, -1, np.int32)
+            all_gather(expected[shard].copy(), topology, algorithm=name, out=out)
+            check_everywhere(comm, np.array_equal(out, expected), f"{name} {topology} {count} out of place")
+
+
+def test_broadcast_and_reduce_work_from_and_to_every_root(comm, topologies):
+    for topology, root in itertools.product(topologies, range(comm.size)):
+        for count, name in itertools.product((0, 1, 1001), selection.ALGORITHMS["broadcast"]):
+            array = whole_numbers(comm.rank, count, np.float32)
+            broadcast(array, topology, root=root, algorithm=name)
+            check_everywhere(comm, np.array_equal(array, whole_numbers(root, count, np.float32)), f"{name} {root}")
+        for count, name in itertools.product((0, 1, 1001), selection.ALGORITHMS["reduce"]):
+            array = whole_numbers(comm.rank, count, np.float32)
+            result = reduce(array, topology, root=root, algorithm=name)
+            at_root = comm.rank == root
+            total = everyones(comm, count, np.float32).sum(0)
+            expected = total if at_root else whole_numbers(comm.rank, count, np.float32)
+            check_everywhere(comm, np.array_equal(array, expected) and (result is array) == at_root, f"{name} {root}")
+
+
+@pytest.mark.time_limit(240)      # compiles every kernel for every dtype when the cache is cold
+def test_every_dtype_and_operation_by_every_algorithm(comm, topologies):
+    topology = topologies[-1]
+    for dtype, op, count in itertools.product(DTYPES, ("sum", "mean", "prod", "min", "max"), (3, 1001)):
+        integer = np.dtype(dtype).kind in "iu"
+        if op == "mean" and integer:
+            continue
+        rows = everyones(comm, count, dtype)
+        rows = np.where(rows % 2 == 0, 1.0, 2.0) if op == "prod" else rows
+        mine = rows[comm.rank].astype(dtype)
+        expected = rows.mean(0) if op == "mean" else UFUNCS[op].reduce(rows, axis=0)
+        for name in algorithms("all_reduce", topology):
+            if name == "system" and np.dtype(dtype) in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)):
+                continue
+            array = mine.copy()
+            all_reduce(array, topology, op=op, algorithm=name)
+            check_everywhere(comm, np.array_equal(array.astype(np.float64), expected.astype(dtype).astype(np.float64)),
+                             f"{name} {op} {np.dtype(dtype)} {count}: {array[:3]} for {expected[:3]}")
+
+
+def test_ten_thousand_half_ones_sum_to_the_number_of_ranks(comm, topologies):
+    for topology, dtype in itertools.product(topologies, (np.float16, ml_dtypes.bfloat16)):
+        array = np.ones(10_000, dtype)
+        all_reduce(array, topology)
+        check_everywhere(comm, bool((array.astype(np.float32) == comm.size).all()), f"{np.dtype(dtype)}")
+
+
+def test_half_sums_are_rounded_once_and_overflow_to_infinity(comm, topologies):
+    for topology in topologies:
+        values = np.float32(2048) if comm.rank == 0 else np.float32(1)      # 2048 + 1 is no float16
+        array = np.full(7, values, np.float16)
+        all_reduce(array, topology, order="canonical")
+        expected = np.float16(np.float32(2048) + np.float32(comm.size - 1))
+        check_everywhere(comm, bool((array == expected).all()), f"{array[0]} for {expected}")
+        large = np.full(3, 60000, np.float16)
+        all_reduce(large, topology)
+        check_everywhere(comm, bool((large == (60000 if comm.size == 1 else np.inf)).all()), f"{large}")
+
+
+def in_order(tree, rows):
+    return rows[tree] if isinstance(tree, int) else in_order(tree[0], rows) + in_order(tree[1], rows)
+
+
+def test_canonical_and_world_order_are_the_trees_they_claim_whatever_the_algorithm_and_the_cut(comm, topologies):
+    rng = np.random.default_rng(7)
+    rows = rng.standard_normal((comm.size, 1003)).astype(np.float32) * 10.0 ** rng.integers(-3, 4, (comm.size, 1003))
+    rows = rows.astype(np.float32)
+    for topology, order in itertools.product(topologies, ("canonical", "world")):
+        nodes = topology.map.nodes if order == "canonical" else [range(comm.size)]
+        expected = in_order(canonical(nodes), rows)
+        assert order == "canonical" or canonical(nodes) == balanced(range(comm.size))
+        for name in selection.ALGORITHMS["all_reduce"]:
+            facts = selection.Call("all_reduce", 0, topology.map, order)
+            if selection.why_not(facts, name) is not None:
+                continue
+            whole = rows[comm.rank].copy()
+            all_reduce(whole, topology, algorithm=name, order=order)
+            parts = rows[comm.rank].copy()
+            all_reduce(parts[:500], topology, algorithm=name, order=order)
+            all_reduce(parts[500:], topology, algorithm=name, order=order)
+            check_everywhere(comm, whole.tobytes() == expected.tobytes() == parts.tobytes(), f"{name} {order} {topology}")
+
+
+def test_all_ranks_hold_the_same_bits_by_every_algorithm(comm, topologies):
+    rng = np.random.default_rng(comm.rank)
+    mine = rng.standard_normal(4097).astype(np.float32)
+    for topology in topologies:
+        for name in algorithms("all_reduce", topology):
+            first, second = mine.copy(), mine.copy()
+            all_reduce(first, topology, algorithm=name)
+            all_reduce(second, topology, algorithm=name)
+            held = comm.allgather(first.tobytes())
+            check_everywhere(comm, held == [held[0]] * comm.size, f"{name} {topology}")
+            if name != "system":
+                check_everywhere(comm, first.tobytes() == second.tobytes(), f"{name} {topology} on a second run")
+
+
+def test_strided_arrays_are_packed_and_written_back(comm, topologies):
+    for topology in topologies:
+        for view in (lambda a: a[::2], lambda a: a.T, lambda a: a[:, 1], lambda a: a[::-1]):
+            whole = np.arange(60.0).reshape(6, 10) + comm.rank
+            untouched = whole.copy()
+            expected = view(sum(np.arange(60.0).reshape(6, 10) + rank for rank in range(comm.size)))
+            result = all_reduce(view(whole), topology)
+            check_everywhere(comm, np.array_equal(result, expected) and np.array_equal(view(whole), expected), "strided")
+            view(untouched)[...] = expected
+            check_everywhere(comm, np.array_equal(whole, untouched), "elements outside the view changed")
+
+
+def test_arrays_of_other_libraries_are_reduced_in_their_own_memory(comm, topologies):
+    import array as standard
+
+    values = standard.array("d", [1.0, 2.0, 3.0])
+    all_reduce(values, topologies[0])
+    check_everywhere(comm, list(values) == [comm.size, 2 * comm.size, 3 * comm.size], f"{values}")
+    scalar = np.array(2.0)
+    all_reduce(scalar, topologies[0])
+    check_everywhere(comm, scalar.shape == () and scalar == 2 * comm.size, f"{scalar}")
+
+
+def test_node_shared_arrays_are_reduced_without_a_message_inside_the_node(comm, topologies):
+    for topology in topologies:
+        array = topology.empty(1001, np.float32)
+        array[:] = whole_numbers(comm.rank, 1001, np.float32)
+        from hpczero.collectives.transport import Transport
+
+        before = dict(Transport.of(topology).bytes_sent)
+        all_reduce(array, topology)
+        sent = {link: count - before[link] for link, count in Transport.of(topology).bytes_sent.items()}
+        expected = everyones(comm, 1001, np.float32).sum(0)
+        check_everywhere(comm, np.array_equal(array, expected), f"{topology}")
+        check_everywhere(comm, sent["node"] == 0, f"{sent}")
+        total = comm.allreduce(sent["network"])
+        size, nodes = comm.size, topology.map.nodes
+        if 1001 % size == 0 or len(nodes) == 1:
+            shard = 1001 // size * 4
+            expected_bytes = sum((size - len(ranks)) + len(ranks) * (len(nodes) - 1) for ranks in nodes) * shard
+            check_everywhere(comm, total == expected_bytes * (len(nodes) > 1), f"{total} for {expected_bytes}")
+
+
+def test_a_mismatch_is_raised_on_every_rank_and_names_the_odd_one(comm, topologies):
+    if comm.size == 1:
+        return
+    odd = comm.size - 1
+    wrong = [
+        (lambda me: (np.zeros(1001 if me else 1000, np.float32), {}), "1001"),
+        (lambda me: (np.zeros(8, np.float64 if me else np.float32), {}), "float64"),
+        (lambda me: (np.zeros(8, np.float32), {"op": "max" if me else "sum"}), "max"),
+        (lambda me: (np.zeros(8, np.float32), {"algorithm": "ring" if me else "tree"}), "ring"),
+    ]
+    for make, text in wrong:
+        array, settings = make(comm.rank == odd)
+        try:
+            all_reduce(array, topologies[0], **settings)
+            message = ""
+        except MismatchError as error:
+            message = str(error)
+        expected = comm.size > 2 and f"rank {odd} of {comm.size}" in message and text in message
+        check_everywhere(comm, expected or (comm.size == 2 and text in message), message)
+
+
+def test_a_bad_argument_on_one_rank_is_an_error_on_all(comm, topologies):
+    odd = comm.rank == comm.size - 1
+    read_only = np.zeros(4)
+    read_only.flags.writeable = False
+    cases = [
+        lambda: all_reduce([1.0, 2.0] if odd else np.zeros(2), topologies[0]),
+        lambda: all_reduce(np.zeros(2, np.complex128) if odd else np.zeros(2), topologies[0]),
+        lambda: all_reduce(read_only if odd else np.zeros(4), topologies[0]),
+        lambda: all_reduce(np.zeros(4), topologies[0], op="average" if odd else "sum"),
+        lambda: all_reduce(np.zeros(4), topologies[0], algorithm="rings" if odd else "ring"),
+        lambda: all_reduce(np.zeros(4, np.int32), topologies[0], op="mean"),
+        lambda: all_reduce(np.zeros(4), topologies[0], out=np.zeros(5 if odd else 4)),
+        lambda: broadcast(np.zeros(4), topologies[0], root=comm.size),
+    ]
+    for case in cases:
+        try:
+            case()
+            raised = False
+        except ConfigError:
+            raised = True
+        check_everywhere(comm, raised, "no ConfigError")
+
+
+def test_an_output_that_overlaps_in_part_is_refused_and_the_same_array_is_in_place(comm, topologies):
+    buffer = np.arange(10.0)
+    with pytest.raises(ConfigError, match="overlaps"):
+        all_reduce(buffer[:8], topologies[0], out=buffer[2:])
+    array = np.full(5, float(comm.rank))
+    all_reduce(array, topologies[0], out=array)
+    check_everywhere(comm, bool((array == sum(range(comm.size))).all()), f"{array}")
+
+
+def test_counts_beyond_the_message_limit_travel_in_pieces(comm, monkeypatch):
+    monkeypatch.setenv("HPCZERO_MAX_COUNT", "1000")
+    with Topology(comm) as topology:
+        for name in ("ring", "tree", "pairwise", "halving"):
+            array = whole_numbers(comm.rank, 5003, np.float32)
+            all_reduce(array, topology, algorithm=name)
+            check_everywhere(comm, np.array_equal(array, everyones(comm, 5003, np.float32).sum(0)), name)
+
+
+def test_a_hundred_thousand_calls_never_run_out_of_tags(comm):
+    from hpczero.collectives.transport import Transport
+
+    with Topology(comm) as topology:
+        transport = Transport.of(topology)
+        transport._last_tag = 100
+        for _ in range(250):
+            array = np.ones(3)
+            all_reduce(array, topology, algorithm="tree")
+            assert array[0] == comm.size
+        assert 0 < transport._tag < 100
+
+
+def test_staging_larger_than_its_window_goes_in_slices(comm, monkeypatch):
+    from hpczero.collectives import window
+
+    monkeypatch.setattr(window, "STAGING_BYTES", 4096)
+    with Topology(comm) as topology:
+        for count in (5003, 1024, 3):
+            array = whole_numbers(comm.rank, count, np.float64)
+            all_reduce(array, topology, algorithm="window")
+            check_everywhere(comm, np.array_equal(array, everyones(comm, count, np.float64).sum(0)), f"{count}")
+        assert window.Staging.of(topology).nbytes <= 8192
+
+
+def test_a_rank_that_never_calls_is_named_after_the_time_limit(comm):
+    from hpczero.collectives.transport import Transport
+    from hpczero.errors import StallError
+
+    if comm.size == 1:
+        return
+    topology = Topology(comm)
+    Transport.of(topology).timeout_s = 0.3
+    if comm.rank == comm.size - 1:
+        raised = True
+    else:
+        try:
+            all_reduce(np.zeros(4), topology)
+            raised = False
+        except StallError as error:
+            raised = "all_reduce" in str(error)
+    check_everywhere(comm, raised, "no StallError")
+    # The topology is left as it is: a collective nobody finished cannot be closed together.
