@@ -2,11 +2,12 @@
 
 An exception on one rank alone leaves the others waiting inside a collective for ever. A check on values that every rank
 shares may simply raise; a check on local data (a file missing on one node, a NaN in one shard) goes through
-`raise_together`, which costs one small pickled `allgather` and therefore stays out of the training loop.
+`raise_together`, which costs one small all-reduce and therefore stays out of the training loop.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
     The type raised is that of the lowest failing rank, so `except DataError` works on all of them. An exception that is
     no `HpczeroError` keeps its own traceback on its own rank and becomes `HpczeroError` elsewhere.
     """
+    if not _any_failed(comm, error is not None):
+        return
     mine = None
     if error is not None:
         kind = type(error).__name__ if isinstance(error, HpczeroError) else "HpczeroError"
@@ -55,8 +58,6 @@ def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
         mine = (kind, text, socket.gethostname())
     found = comm.allgather(mine)
     failed = [rank for rank, entry in enumerate(found) if entry is not None]
-    if not failed:
-        return
     if error is not None and not isinstance(error, HpczeroError):
         raise error
     kind, text, host = found[failed[0]]
@@ -64,6 +65,17 @@ def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
         raise _TYPES[kind](text)
     others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     raise _TYPES[kind](f"rank {failed[0]} of {comm.size} on {host}: {text}{others}")
+
+
+def _any_failed(comm: MPI.Comm, failed: bool) -> bool:
+    """Whether any rank failed; gives way while it waits, since the others may need this core to get here."""
+    from mpi4py import MPI
+
+    mine, any_rank = bytearray([failed]), bytearray(1)
+    request = comm.Iallreduce([mine, MPI.BYTE], [any_rank, MPI.BYTE], MPI.BOR)
+    while not request.Test():
+        os.sched_yield()
+    return bool(any_rank[0])
 
 
 _TYPES = {

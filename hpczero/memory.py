@@ -77,20 +77,19 @@ def node_rows(topology: Topology, count: int, dtype: np.dtype, *, single: bool =
     num_rows = 1 if single else node.size
     stride = _odd_stride(count, dtype.itemsize) if num_rows > 1 else max(count, 1)
     row = 0 if single else node.rank
-    if node.size == 1:
-        raise_together(topology.world, None)
-        return NodeRows(np.zeros((num_rows, stride), dtype), count, row, None)
     nbytes = num_rows * stride * dtype.itemsize
-    raise_together(topology.world, _no_room(nbytes) if node.rank == 0 else None)
+    # Nodes of one rank share with nobody, but take part in both agreements: the other nodes may find something.
+    shares = node.size > 1
+    raise_together(topology.world, _no_room(nbytes) if shares and node.rank == 0 else None)
     # One rank allocates the whole block: rows then lie at a known distance in one C-contiguous array, which is what
     # lets the reduction kernel vectorise.
-    window = MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node)
-    base, _ = window.Shared_query(0)
-    block = np.frombuffer(base, dtype=dtype, count=num_rows * stride).reshape(num_rows, stride)
-    raise_together(topology.world, _not_shared(node, block))
-    block = np.frombuffer(base, dtype=dtype, count=num_rows * stride).reshape(num_rows, stride)
-    _touch(block, node)
-    node.Barrier()
+    window = MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node) if shares else None
+    memory = window.Shared_query(0)[0] if shares else np.zeros(nbytes, np.uint8)
+    block = np.frombuffer(memory, dtype=dtype, count=num_rows * stride).reshape(num_rows, stride)
+    raise_together(topology.world, _not_shared(node, block) if shares else None)
+    if shares:
+        _touch(block, node)
+        node.Barrier()
     return NodeRows(block, count, row, window)
 
 

@@ -65,7 +65,7 @@ class Transport:
         return sum(buffer.nbytes for buffer in self._scratch.values())
 
     def execute(self, steps: Iterable[Step], flat: Array, offsets: Sequence[int], op: str = "sum", what: str = "") -> None:
-        """Plays this rank's steps on `flat`, in place.
+        """Plays this rank's steps on `flat`, in place. Called by every rank of the topology, if need be without steps.
 
         Parameters
         ----------

@@ -61,13 +61,6 @@ def gather_rows(rows: NodeRows, offsets: Sequence[int], transport: Transport, ou
             transport.bytes_sent["window"] += (hi - lo) * out.itemsize if rank != topology.rank else 0
 
 
-def complete_single(copy: NodeRows, offsets: Sequence[int], transport: Transport, what: str = "") -> None:
-    """Each owner has written block r into its node's single copy; afterwards every node's copy is whole."""
-    topology = transport.topology
-    transport.execute(hierarchical.across_all_gather(topology.rank, topology.map), copy.mine, offsets, what=what)
-    transport.barrier(topology.node, what)
-
-
 class Staging:
     """The window through which data pass that do not live in shared memory: at most `STAGING_BYTES` per rank."""
 

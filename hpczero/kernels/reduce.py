@@ -14,7 +14,6 @@ Integers wrap around, as in NumPy. Minimum and maximum hand a NaN on. Half types
 from __future__ import annotations
 
 import numba
-import numpy as np
 from numba import cuda
 
 SUM, PROD, MIN, MAX = range(4)

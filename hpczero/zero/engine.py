@@ -1,0 +1,324 @@
+"""ZeRO stage 3: parameters are sharded too, and a layer exists in full only while it is being computed.
+
+Rajbhandari et al., SC 2020, section 5.3. The engine runs the layers itself, since it must know when one is used: before a
+layer's forward or backward pass its parameters are gathered from all ranks into one buffer, and the next layer takes their
+place. Its gradients are reduce-scattered as soon as the layer's backward pass has produced them. Per step each parameter
+is gathered twice and each gradient reduced once: 1.5 times the traffic of stage 2, for 1 / ranks of the memory.
+
+On a host the gathered layer is one copy per node, which its ranks fill together; layers get read-only views of it. A layer
+must therefore not keep a parameter between forward and backward: it is handed its parameters both times.
+
+The order of additions and every element's arithmetic are those of `ZeroOptimizer`: stages 0 to 3 give the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+from mpi4py import MPI
+
+from hpczero.arrays import Array, copy, to_host
+from hpczero.collectives import exchange
+from hpczero.collectives.exchange import flat_of
+from hpczero.collectives.guard import agree
+from hpczero.collectives.transport import Transport
+from hpczero.device import Device
+from hpczero.errors import ConfigError
+from hpczero.memory import Arena
+from hpczero.optim import Optimizer
+from hpczero.topology import Topology, as_topology
+from hpczero.zero.buffers import GradientSlots, fill, parameter_buffer, put, views
+from hpczero.zero.config import ZeroConfig
+from hpczero.zero.layout import PURPOSES, by_layer, formula_bytes
+from hpczero.zero.placement import as_arrays, checked_gradient, device_of, refuse_optimizer, shares
+from hpczero.zero.step import ACCUMULATE, STEP, Rounds, StepReport, Updater, checked_lr, checked_weight, refuse_closed
+
+
+class Layer(Protocol):
+    """What the engine asks of a layer; `hpczero.models` has many."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Its parameters; may be empty."""
+
+    def forward(self, params: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
+        """(y, saved): the output, and what `backward` needs besides the parameters."""
+
+    def backward(self, params: Mapping[str, Array], saved: Any, dy: Any) -> tuple[Any, Mapping[str, Array]]:
+        """(dx, gradients by name)."""
+
+
+class Zero3Engine:
+    """Trains a chain of layers whose parameters are spread over the ranks of a communicator.
+
+    Called by every rank, like all its methods, and in the same order on each: gathering is collective.
+
+    Parameters
+    ----------
+    layers : sequence of (name, Layer)
+        In forward order. Parameter "weight" of layer "head" is called "head.weight".
+    params : mapping of full name to array
+        First values, float32 or float64, all on the host or all on one device; rank 0's count, and the arrays are only read.
+    optimizer : AdamW or SGD
+    comm : Topology or MPI.Intracomm
+        A communicator is duplicated; a topology is used, and stays the caller's to close.
+    config : ZeroConfig
+        With stage=3, its only choice here.
+    device : Device, optional
+        Where the parameters live; found from the arrays if not given.
+
+    Examples
+    --------
+    >>> with Zero3Engine(model.layers, model.init(seed=1), AdamW(), comm) as engine:
+    ...     for x, target in batches:
+    ...         loss, dy = model.loss(engine.forward(x), target)
+    ...         engine.backward(dy, weight=len(x))
+    ...         engine.step()
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, Layer]], params: Mapping[str, Any], optimizer: Optimizer,
+                 comm: Topology | MPI.Intracomm, config: ZeroConfig | None = None, device: Device | None = None):
+        self.config = ZeroConfig(stage=3) if config is None else config
+        self.topology, self._owns_topology = as_topology(comm)
+        self._transport = Transport.of(self.topology)
+        self._closed = False
+        self.layers = tuple(layers)
+        arrays, self.dtype, self.device = self._agreed(params, optimizer, device)
+        self.shared = shares(self.config, self.device)
+        self._transport.timeout_s = self.config.comm_timeout_ms / 1000
+        names = {name: [f"{name}.{short}" for short in layer.shapes] for name, layer in self.layers}
+        shapes = {full: arrays[full].shape for owned in names.values() for full in owned}
+        self.layout = by_layer(shapes, list(names.values()), self.topology.size)
+        self._bucket_of = {name: self.layout.places[owned[0]].bucket for name, owned in names.items() if owned}
+        self._arena = Arena(self.topology, self.device)
+        self._allocate(optimizer)
+        self._start_from(arrays)
+        self._rounds = Rounds(self._transport)
+        self._sent = dict(self._transport.bytes_sent)
+        self.saved: list[Any] | None = None
+        """What the layers keep from `forward` until `backward`, in forward order."""
+
+    def forward(self, x: Any, *, train: bool = True) -> Any:
+        """The output of the last layer for this rank's inputs (of which there may be none, with 0 rows).
+
+        With `train=False` nothing is kept for `backward`.
+        """
+        refuse_closed(self._closed, "this Zero3Engine")
+        saved = []
+        for name, layer in self.layers:
+            x, kept = layer.forward(self._gathered(name, layer), x)
+            if train:
+                saved.append(kept)
+        if train:
+            self.saved = saved
+        return x
+
+    def backward(self, dy: Any, weight: float = 1.0) -> Any:
+        """Gradients of all layers, reduced and added to the shards; returns the gradient by the first layer's input.
+
+        Called once after each `forward`, equally often on all ranks before `step`. An error in a layer's backward pass is
+        raised on every rank; what was accumulated for this step is dropped.
+
+        Parameters
+        ----------
+        dy : array
+            Gradient of the mean loss over this rank's samples by the output of `forward`.
+        weight : float
+            Number of samples behind it; 0 where a rank has none.
+        """
+        refuse_closed(self._closed, "this Zero3Engine")
+        error: Exception | None = None
+        try:
+            weight = checked_weight(weight)
+            if self.saved is None:
+                raise ConfigError("backward() before forward(): nothing was kept to go back through")
+        except ConfigError as wrong:
+            weight, error = 0.0, wrong
+        self._meet(weight, error)
+        for (name, layer), kept in zip(reversed(self.layers), reversed(self.saved), strict=True):
+            params = self._gathered(name, layer)
+            gradients: Mapping[str, Any] = {}
+            try:
+                if error is None:
+                    dy, gradients = layer.backward(params, kept, dy)
+                self._fill(name, gradients, weight)
+            except Exception as wrong:      # noqa: BLE001 - the other ranks go on gathering, and must hear at the end
+                error = wrong
+            if name in self._bucket_of:
+                self._slots.close(self._bucket_of[name])
+        self._slots.micro_batch_done()
+        self.saved = None
+        self._meet(0.0, error)
+        return dy
+
+    def step(self, lr: float | None = None) -> StepReport:
+        """As `ZeroOptimizer.step`: each rank updates the shards it owns. Nothing is published; the next gather does it."""
+        start = time.perf_counter()
+        refuse_closed(self._closed, "this Zero3Engine")
+        error = None
+        try:
+            lr = checked_lr(lr)
+        except ConfigError as wrong:
+            error = wrong
+        self._rounds.meet(STEP, 0.0, error)
+        reason, grad_norm, coefficient, scale = self._updater.decide(self._slots.shards, self._rounds.weight)
+        if not reason:
+            self._updater.apply(self._shards, self._slots.shards, slice(None), scale=scale, lr=lr)
+            self._held = None
+        self._slots.restart()
+        self._rounds.restart()
+        sent, self._sent = self._sent, dict(self._transport.bytes_sent)
+        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient,
+                          {link: count - sent[link] for link, count in self._sent.items()}, time.perf_counter() - start)
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Bytes this rank holds, by purpose: parameters, gradients, optimizer_states, buffers. Counted, not estimated."""
+        held = dict.fromkeys(PURPOSES, 0.0) | self._arena.bytes_by_purpose
+        held["buffers"] += self._transport.scratch_bytes + self._updater.scratch_bytes
+        return held
+
+    @property
+    def memory_formula(self) -> dict[str, float]:
+        """What `memory` should be by the formula of stage 3; see `layout.formula_bytes`."""
+        return formula_bytes(self.layout, stage=3, itemsize=self.dtype.itemsize, num_states=len(self._updater.states),
+                             ranks_per_node=self.topology.node.size, num_nodes=self.topology.num_nodes,
+                             shared=self.shared)
+
+    def full_parameters(self) -> dict[str, np.ndarray]:
+        """Host copies of all parameters, in the order of their names. Gathers layer by layer."""
+        refuse_closed(self._closed, "this Zero3Engine")
+        found = {}
+        for name, layer in self.layers:
+            for short, view in self._gathered(name, layer).items():
+                found[f"{name}.{short}"] = np.array(to_host(view))
+        return {name: found[name] for name in sorted(found)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, as `ZeroOptimizer.state_dict` gives it."""
+        refuse_closed(self._closed, "this Zero3Engine")
+        pieces = self.layout.pieces(self.topology.rank, in_shard=True)
+        return self._updater.state_dict(3, ((piece, self._shards, piece.position, piece.position) for piece in pieces))
+
+    def close(self) -> None:
+        """Frees the buffers, collectively."""
+        if self._closed:
+            return
+        self._closed = True
+        self.saved = None
+        self._arena.close()
+        if self._owns_topology:
+            self.topology.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        # After an error other ranks may never come to a collective free: leave it to the end of the job.
+        if kind is None:
+            self.close()
+
+    def _agreed(self, params: Any, optimizer: Any, device: Device | None) -> tuple[dict[str, Array], np.dtype, Device]:
+        error, call = None, ""
+        arrays, dtype, found = {}, np.dtype(np.float32), device
+        try:
+            arrays, dtype = as_arrays(params)
+            found = device or device_of(arrays)
+            refuse_optimizer(optimizer)
+            if self.config.stage != 3:
+                raise ConfigError(f"Zero3Engine is stage 3, and the settings say stage={self.config.stage}: take "
+                                  "ZeroOptimizer")
+            shares(self.config, found)
+            for name, shape in _shapes(self.layers):
+                if name not in arrays:
+                    raise ConfigError(f"params has no {name!r}, which a layer needs")
+                if arrays[name].shape != tuple(shape):
+                    raise ConfigError(f"params[{name!r}] has shape {arrays[name].shape}, the layer needs {tuple(shape)}")
+            wanted = dict(_shapes(self.layers))
+            for name in arrays:
+                if name not in wanted:
+                    raise ConfigError(f"params has {name!r}, which no layer has")
+            listed = ", ".join(f"{name}{tuple(shape)}" for name, shape in wanted.items())
+            call = f"Zero3Engine with {optimizer}, {self.config!r}, {dtype} on {found.kind}, layers {listed}"
+        except ConfigError as wrong:
+            error = wrong
+        agree(self._transport, call, error)
+        return arrays, dtype, found
+
+    def _allocate(self, optimizer: Optimizer) -> None:
+        layout, arena = self.layout, self._arena
+        self._updater = Updater(optimizer, layout, arena, self._transport, self.dtype, in_shard=True, whole=False,
+                                max_norm=self.config.gradient_clipping)
+        self._shards = arena.private(self._updater.shard_cuts[-1], self.dtype, "parameters")
+        self._layer_buffer = parameter_buffer(arena, layout.largest_bucket, self.dtype, "buffers", shared=self.shared)
+        self._slots = GradientSlots(arena, layout, self.dtype, self._transport)
+        self._held: int | None = None      # the bucket whose parameters the layer buffer holds
+
+    def _start_from(self, arrays: Mapping[str, Array]) -> None:
+        """Rank 0's values, a layer at a time through the layer buffer, of which every rank keeps its shard."""
+        flat = flat_of(self._layer_buffer)
+        for index, bucket in enumerate(self.layout.buckets):
+            if self.topology.rank == 0:
+                fill(flat, arrays, self.layout, bucket.names, base=bucket.start)
+            exchange.broadcast(self._layer_buffer, self._transport, "initial parameters")
+            lo, hi = self._my_cuts(index)
+            copy(self._shard_of(index), flat[lo:hi])
+            self._transport.barrier(self.topology.world, "initial parameters")
+
+    def _gathered(self, name: str, layer: Layer) -> dict[str, Array]:
+        """A layer's parameters by short name, whole; they stay until the next layer is gathered."""
+        if name not in self._bucket_of:
+            return {}
+        index = self._bucket_of[name]
+        bucket = self.layout.buckets[index]
+        flat, node = flat_of(self._layer_buffer), self.topology.node
+        if self._held != index:
+            what = f"parameters of layer {name}"
+            self._transport.barrier(node, what)      # neighbours are done with the layer that is there
+            lo, hi = self._my_cuts(index)
+            copy(flat[lo:hi], self._shard_of(index))
+            cuts = [cut - bucket.start for cut in self.layout.cuts(index)]
+            exchange.all_gather(self._layer_buffer, cuts, self._transport, what)
+            self._transport.barrier(node, what)      # and every part of this one has arrived
+            self._held = index
+        found = views(flat, self.layout, bucket.names, base=bucket.start, writable=False)
+        return {short: found[f"{name}.{short}"] for short in layer.shapes}
+
+    def _fill(self, name: str, gradients: Mapping[str, Any], weight: float) -> None:
+        """A layer's gradients into its open bucket; zero where there is none."""
+        if name not in self._bucket_of:
+            return
+        places = self._slots.open(self._bucket_of[name])
+        for place in places.values():
+            place[...] = 0
+        for short, gradient in gradients.items():
+            full = f"{name}.{short}"
+            if full not in places:
+                raise ConfigError(f"layer {name!r} gave a gradient of {short!r}, which is none of its parameters")
+            put(places[full].reshape(-1), checked_gradient(full, gradient, places[full].shape), weight, add=False)
+
+    def _meet(self, weight: float, error: Exception | None) -> None:
+        """All ranks are in `backward`; after an error on any of them, all raise, and what this step had is dropped."""
+        try:
+            self._rounds.meet(ACCUMULATE, weight, error)
+        except Exception:
+            self._slots.restart()
+            self._rounds.restart()
+            raise
+
+    def _my_cuts(self, index: int) -> tuple[int, int]:
+        """Where this rank's shard lies in the layer buffer."""
+        start, rank = self.layout.buckets[index].start, self.topology.rank
+        lo, hi = self.layout.cuts(index)[rank:rank + 2]
+        return lo - start, hi - start
+
+    def _shard_of(self, index: int) -> Array:
+        return self._shards[slice(*self._updater.shard_cuts[index:index + 2])]
+
+
+def _shapes(layers: Sequence[tuple[str, Layer]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, layer in layers:
+        for short, shape in layer.shapes.items():
+            yield f"{name}.{short}", shape

@@ -1,0 +1,176 @@
+"""The part of a step that all stages share: agree, measure, decide, update.
+
+Gradients arrive here summed over ranks and micro-batches, each weighted by its number of samples. First pass: the norm of
+this rank's shards, from which all ranks compute the same global norm; only then does anyone branch. Second pass: one fused
+kernel applies averaging, clipping and the optimizer to this rank's shards.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpczero.arrays import Array, to_host
+from hpczero.collectives import pairwise
+from hpczero.collectives.transport import Transport
+from hpczero.errors import ConfigError, HpczeroError, MismatchError, raise_together
+from hpczero.memory import Arena
+from hpczero.optim import Optimizer
+from hpczero.optim.norms import GlobalNorm, PartialNorms, Piece, clip_coefficient, norm
+from hpczero.zero.layout import Layout
+
+_log = logging.getLogger("hpczero.zero")
+
+ACCUMULATE, STEP = 1.0, 2.0
+_CALLS = {ACCUMULATE: "accumulate()", STEP: "step()"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did; equal on all ranks but for `bytes_sent` and `seconds`."""
+
+    step: int
+    """Steps applied so far, this one included if it was."""
+    applied: bool
+    reason: str
+    """Why the step was skipped; empty if it was applied."""
+    grad_norm: float
+    """2-norm of the averaged gradients over all parameters, before clipping."""
+    clip_coef: float
+    """What clipping multiplied the gradients by; 1 if it did nothing."""
+    bytes_sent: dict[str, int]
+    """By this rank since the step before: "window" (read from neighbours' memory), "node" and "network" (messages)."""
+    seconds: float
+    """Spent in `step` on this rank."""
+
+    @property
+    def clipped_norm(self) -> float:
+        """2-norm of the gradients as they were applied."""
+        return self.grad_norm * self.clip_coef
+
+
+class Rounds:
+    """Keeps the ranks in the same call: every `accumulate` and `step` begins or ends with one small exchange."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+        self.weight = 0.0
+        """Sum of the weights of all ranks since the last step; the same on every rank."""
+
+    def meet(self, call: float, weight: float, error: Exception | None) -> None:
+        """Every rank is in `call`, and none has an error; else all raise. Adds up the weights, in rank order."""
+        met = self._transport.all_gather_small(np.array([call, weight, float(error is not None)]), _CALLS[call])
+        if met[:, 2].any():
+            raise_together(self._transport.topology.world, error)
+        if (met[:, 0] != met[0, 0]).any():
+            calls = [_CALLS[value] for value in met[:, 0]]
+            odd = next(rank for rank, name in enumerate(calls) if name != calls[0])
+            raise MismatchError(f"rank {odd} of {len(calls)} is in {calls[odd]} while rank 0 is in {calls[0]}: every rank "
+                                "calls accumulate() equally often per step, with weight=0 where it has no samples")
+        for value in met[:, 1].tolist():
+            self.weight += value
+
+    def restart(self) -> None:
+        self.weight = 0.0
+
+
+class Updater:
+    """Optimizer state of this rank's shards, and what brings gradients into the parameters.
+
+    Parameters
+    ----------
+    in_shard : bool
+        Whether gradients lie in a shard vector (stages 2 and 3) or in a whole vector (stages 0 and 1).
+    whole : bool
+        Stage 0: states of all elements, which every rank updates.
+    """
+
+    def __init__(self, optimizer: Optimizer, layout: Layout, arena: Arena, transport: Transport, dtype: Any, *,
+                 in_shard: bool, whole: bool, max_norm: float):
+        self.optimizer, self.layout, self.max_norm = optimizer, layout, max_norm
+        self._transport = transport
+        rank = transport.topology.rank
+        self.shard_cuts = layout.shard_cuts(rank)
+        count = layout.size if whole else self.shard_cuts[-1]
+        self.states = {name: arena.private(count, dtype, "optimizer_states") for name in optimizer.state_names}
+        self.step, self.skipped = 0, 0
+        self._partial = PartialNorms(layout.pieces(rank, in_shard=in_shard))
+        self._global = GlobalNorm(transport.topology.world.allgather(self._partial.nodes), len(layout.places))
+        self._offsets = [0, *np.cumsum(self._global.counts).tolist()]
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._partial.nbytes + 8 * self._offsets[-1]
+
+    def grad_norm(self, gradients: Array, weight: float) -> float:
+        """The norm of the averaged gradients over all ranks' shards; the same bits on every rank, at every stage."""
+        rank = self._transport.topology.rank
+        squares = np.zeros(self._offsets[-1])
+        squares[self._offsets[rank]:self._offsets[rank + 1]] = self._partial.squares(gradients)
+        size = self._transport.topology.size
+        self._transport.execute(pairwise.all_gather(rank, size), squares, self._offsets, what="gradient norm")
+        return norm(self._global.by_parameter(squares)) / weight
+
+    def verdict(self, grad_norm: float, weight: float) -> str:
+        """Why this step must not be applied, or nothing. The same on every rank, since its inputs are."""
+        if weight == 0:
+            return "no rank had a sample"
+        if not math.isfinite(grad_norm):
+            return "a gradient is not finite"
+        return ""
+
+    def apply(self, params: Array, gradients: Array, state: slice, *, scale: float, lr: float | None) -> None:
+        """The optimizer on (n,) parameters and gradients whose states lie at `state`."""
+        states = tuple(array[state] for array in self.states.values())
+        self.optimizer.update(params, gradients, states, step=self.step, scale=scale, lr=lr)
+
+    def decide(self, gradients: Array, weight: float) -> tuple[str, float, float, float]:
+        """(reason to skip or "", norm, clip coefficient, what gradients are multiplied by); counts the step."""
+        grad_norm = self.grad_norm(gradients, weight) if weight else math.nan
+        reason = self.verdict(grad_norm, weight)
+        if reason:
+            self.skipped += 1
+            if self._transport.topology.rank == 0:
+                _log.warning("step %d skipped (%d so far): %s", self.step + 1, self.skipped, reason)
+            return reason, grad_norm, 1.0, 0.0
+        self.step += 1
+        coefficient = clip_coefficient(grad_norm, self.max_norm)
+        return "", grad_norm, coefficient, coefficient / weight
+
+    def state_dict(self, stage: int, pieces: Iterable[tuple[Piece, Array, int, int]]) -> dict[str, Any]:
+        """Copies of the pieces this rank owns: (piece, vector of parameters, place in it, place in the states) each."""
+        names, found = sorted(self.layout.places), []
+        for piece, params, place, state_place in pieces:
+            count = piece.stop - piece.start
+            parts = {"parameter": params[place:place + count]} | {
+                name: array[state_place:state_place + count] for name, array in self.states.items()
+            }
+            found.append({"name": names[piece.parameter], "start": piece.start, "stop": piece.stop}
+                         | {part: np.array(to_host(array)) for part, array in parts.items()})
+        return {"step": self.step, "stage": stage, "pieces": found}
+
+
+def checked_weight(weight: Any) -> float:
+    """A number of samples: finite and not negative."""
+    if isinstance(weight, bool) or not isinstance(weight, (int, float, np.integer, np.floating)) \
+            or not math.isfinite(weight) or weight < 0:
+        raise ConfigError(f"weight={weight!r}: the number of samples behind these gradients, 0 or more, is needed")
+    return float(weight)
+
+
+def checked_lr(lr: Any) -> float | None:
+    if lr is None:
+        return None
+    if isinstance(lr, bool) or not isinstance(lr, (int, float, np.integer, np.floating)) or not math.isfinite(lr) or lr < 0:
+        raise ConfigError(f"lr={lr!r}: a finite number, 0 or more, is needed")
+    return float(lr)
+
+
+def refuse_closed(is_closed: bool, what: str) -> None:
+    if is_closed:
+        raise HpczeroError(f"{what} was closed: its memory is gone; nothing can be called on it any more")
