@@ -53,7 +53,8 @@ def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
         return
     mine = None
     if error is not None:
-        kind = type(error).__name__ if isinstance(error, HpczeroError) else "HpczeroError"
+        # A subclass made elsewhere is known on this rank only: the others get the nearest type of this file.
+        kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _TYPES), "HpczeroError")
         text = str(error) if isinstance(error, HpczeroError) else f"{type(error).__name__}: {error}"
         mine = (kind, text, socket.gethostname())
     found = comm.allgather(mine)

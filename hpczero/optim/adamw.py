@@ -15,6 +15,7 @@ import numba
 from numba import cuda
 
 from hpczero.arrays import Array, is_device, launch
+from hpczero.errors import ConfigError
 from hpczero.optim.checks import at_least_zero, below_one, positive
 
 
@@ -32,7 +33,7 @@ class AdamW:
     def __post_init__(self) -> None:
         at_least_zero(self, "lr", self.lr)
         if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
-            below_one(self, "betas", self.betas)
+            raise ConfigError(f"AdamW: betas={self.betas!r}; two numbers such as (0.9, 0.999) are needed")
         for beta in self.betas:
             below_one(self, "betas", beta)
         positive(self, "eps", self.eps)
