@@ -86,7 +86,9 @@ def node_rows(topology: Topology, count: int, dtype: np.dtype, *, single: bool =
     window = MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node) if shares else None
     memory = window.Shared_query(0)[0] if shares else np.zeros(nbytes, np.uint8)
     block = np.frombuffer(memory, dtype=dtype, count=num_rows * stride).reshape(num_rows, stride)
-    raise_together(topology.world, _not_shared(node, block) if shares else None)
+    if "memory is shared" not in topology.resources:      # the same on every rank: each has made as many windows
+        raise_together(topology.world, _not_shared(node, block) if shares and nbytes else None)
+        topology.resources["memory is shared"] = True
     if shares:
         _touch(block, node)
         node.Barrier()

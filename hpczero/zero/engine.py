@@ -33,8 +33,24 @@ from hpczero.topology import Topology, as_topology
 from hpczero.zero.buffers import GradientSlots, fill, parameter_buffer, put, views
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import PURPOSES, by_layer, formula_bytes
-from hpczero.zero.placement import as_arrays, checked_gradient, device_of, refuse_optimizer, shares
-from hpczero.zero.step import ACCUMULATE, STEP, Rounds, StepReport, Updater, checked_lr, checked_weight, refuse_closed
+from hpczero.zero.placement import (
+    as_arrays,
+    checked_gradient,
+    device_of,
+    refuse_optimizer,
+    shares,
+)
+from hpczero.zero.step import (
+    ACCUMULATE,
+    STEP,
+    Meter,
+    Rounds,
+    StepReport,
+    Updater,
+    checked_lr,
+    checked_weight,
+    refuse_closed,
+)
 
 
 class Layer(Protocol):
@@ -96,7 +112,7 @@ class Zero3Engine:
         self._allocate(optimizer)
         self._start_from(arrays)
         self._rounds = Rounds(self._transport)
-        self._sent = dict(self._transport.bytes_sent)
+        self._meter = Meter(self._transport)
         self.saved: list[Any] | None = None
         """What the layers keep from `forward` until `backward`, in forward order."""
 
@@ -107,10 +123,11 @@ class Zero3Engine:
         """
         refuse_closed(self._closed, "this Zero3Engine")
         saved = []
-        for name, layer in self.layers:
-            x, kept = layer.forward(self._gathered(name, layer), x)
-            if train:
-                saved.append(kept)
+        with self._meter:
+            for name, layer in self.layers:
+                x, kept = layer.forward(self._gathered(name, layer), x)
+                if train:
+                    saved.append(kept)
         if train:
             self.saved = saved
         return x
@@ -136,22 +153,8 @@ class Zero3Engine:
                 raise ConfigError("backward() before forward(): nothing was kept to go back through")
         except ConfigError as wrong:
             weight, error = 0.0, wrong
-        self._meet(weight, error)
-        for (name, layer), kept in zip(reversed(self.layers), reversed(self.saved), strict=True):
-            params = self._gathered(name, layer)
-            gradients: Mapping[str, Any] = {}
-            try:
-                if error is None:
-                    dy, gradients = layer.backward(params, kept, dy)
-                self._fill(name, gradients, weight)
-            except Exception as wrong:      # noqa: BLE001 - the other ranks go on gathering, and must hear at the end
-                error = wrong
-            if name in self._bucket_of:
-                self._slots.close(self._bucket_of[name])
-        self._slots.micro_batch_done()
-        self.saved = None
-        self._meet(0.0, error)
-        return dy
+        with self._meter:
+            return self._backward(dy, weight, error)
 
     def step(self, lr: float | None = None) -> StepReport:
         """As `ZeroOptimizer.step`: each rank updates the shards it owns. Nothing is published; the next gather does it."""
@@ -162,16 +165,16 @@ class Zero3Engine:
             lr = checked_lr(lr)
         except ConfigError as wrong:
             error = wrong
-        self._rounds.meet(STEP, 0.0, error)
-        reason, grad_norm, coefficient, scale = self._updater.decide(self._slots.shards, self._rounds.weight)
+        with self._meter:
+            self._rounds.meet(STEP, 0.0, error)
+            reason, grad_norm, coefficient, scale = self._updater.decide(self._slots.shards, self._rounds.weight)
         if not reason:
             self._updater.apply(self._shards, self._slots.shards, slice(None), scale=scale, lr=lr)
             self._held = None
         self._slots.restart()
         self._rounds.restart()
-        sent, self._sent = self._sent, dict(self._transport.bytes_sent)
-        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient,
-                          {link: count - sent[link] for link, count in self._sent.items()}, time.perf_counter() - start)
+        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, self._meter.read(),
+                          time.perf_counter() - start)
 
     @property
     def memory(self) -> dict[str, float]:
@@ -285,6 +288,24 @@ class Zero3Engine:
             self._held = index
         found = views(flat, self.layout, bucket.names, base=bucket.start, writable=False)
         return {short: found[f"{name}.{short}"] for short in layer.shapes}
+
+    def _backward(self, dy: Any, weight: float, error: Exception | None) -> Any:
+        self._meet(weight, error)
+        for (name, layer), kept in zip(reversed(self.layers), reversed(self.saved), strict=True):
+            params = self._gathered(name, layer)
+            gradients: Mapping[str, Any] = {}
+            try:
+                if error is None:
+                    dy, gradients = layer.backward(params, kept, dy)
+                self._fill(name, gradients, weight)
+            except Exception as wrong:      # noqa: BLE001 - the other ranks go on gathering, and must hear at the end
+                error = wrong
+            if name in self._bucket_of:
+                self._slots.close(self._bucket_of[name])
+        self._slots.micro_batch_done()
+        self.saved = None
+        self._meet(0.0, error)
+        return dy
 
     def _fill(self, name: str, gradients: Mapping[str, Any], weight: float) -> None:
         """A layer's gradients into its open bucket; zero where there is none."""

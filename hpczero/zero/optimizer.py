@@ -35,11 +35,34 @@ from hpczero.errors import ConfigError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.topology import Topology, as_topology
-from hpczero.zero.buffers import GradientSlots, fill, gradient_rows, parameter_buffer, put, views
+from hpczero.zero.buffers import (
+    GradientSlots,
+    fill,
+    gradient_rows,
+    parameter_buffer,
+    put,
+    views,
+)
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import PURPOSES, formula_bytes, in_buckets
-from hpczero.zero.placement import as_arrays, checked_gradient, device_of, refuse_optimizer, shares
-from hpczero.zero.step import ACCUMULATE, STEP, Rounds, StepReport, Updater, checked_lr, checked_weight, refuse_closed
+from hpczero.zero.placement import (
+    as_arrays,
+    checked_gradient,
+    device_of,
+    refuse_optimizer,
+    shares,
+)
+from hpczero.zero.step import (
+    ACCUMULATE,
+    STEP,
+    Meter,
+    Rounds,
+    StepReport,
+    Updater,
+    checked_lr,
+    checked_weight,
+    refuse_closed,
+)
 
 
 class ZeroOptimizer:
@@ -97,7 +120,7 @@ class ZeroOptimizer:
         self._rounds = Rounds(self._transport)
         self._written: set[str] = set()
         self._by_hand = False
-        self._sent = dict(self._transport.bytes_sent)
+        self._meter = Meter(self._transport)
 
     @property
     def grads(self) -> dict[str, Array]:
@@ -138,12 +161,13 @@ class ZeroOptimizer:
             weight = checked_weight(weight)
         except ConfigError as wrong:
             weight, error = 0.0, wrong
-        if self._gradients is None:
-            # Buckets are closed together: who calls something else must be found out before the first of them.
-            self._meet(weight, error)
-            self._meet(0.0, self._take_by_bucket(gradients, weight))
-        else:
-            self._meet(weight, error or self._take_whole(gradients, weight))
+        with self._meter:
+            if self._gradients is None:
+                # Buckets are closed together: who calls something else must be found out before the first of them.
+                self._meet(weight, error)
+                self._meet(0.0, self._take_by_bucket(gradients, weight))
+            else:
+                self._meet(weight, error or self._take_whole(gradients, weight))
 
     def step(self, lr: float | None = None) -> StepReport:
         """Averages what was accumulated over all samples of all ranks, and updates the parameters.
@@ -163,17 +187,16 @@ class ZeroOptimizer:
             lr = checked_lr(lr)
         except ConfigError as wrong:
             error = wrong
-        self._rounds.meet(STEP, 1.0 if by_hand else 0.0, error)
-        gradients = self._reduced(by_hand)
-        weight = self._rounds.weight
-        reason, grad_norm, coefficient, scale = self._updater.decide(gradients, weight)
-        if not reason:
-            self._update(gradients, scale, lr)
-            self._publish()
-        self._reopen()
-        sent, self._sent = self._sent, dict(self._transport.bytes_sent)
-        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient,
-                          {link: count - sent[link] for link, count in self._sent.items()}, time.perf_counter() - start)
+        with self._meter:
+            self._rounds.meet(STEP, 1.0 if by_hand else 0.0, error)
+            gradients = self._reduced(by_hand)
+            reason, grad_norm, coefficient, scale = self._updater.decide(gradients, self._rounds.weight)
+            if not reason:
+                self._update(gradients, scale, lr)
+                self._publish()
+            self._reopen()
+        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, self._meter.read(),
+                          time.perf_counter() - start)
 
     @property
     def memory(self) -> dict[str, float]:

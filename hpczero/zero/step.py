@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class StepReport:
     clip_coef: float
     """What clipping multiplied the gradients by; 1 if it did nothing."""
     bytes_sent: dict[str, int]
-    """By this rank since the step before: "window" (read from neighbours' memory), "node" and "network" (messages)."""
+    """By this rank for this step: "window" (read from neighbours' memory), "node" and "network" (messages)."""
     seconds: float
     """Spent in `step` on this rank."""
 
@@ -77,6 +78,27 @@ class Rounds:
 
     def restart(self) -> None:
         self.weight = 0.0
+
+
+class Meter:
+    """Counts what this object's own calls send, on a transport that others may use as well: `with meter: ...`."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+        self._before: dict[str, int] = {}
+        self._counted: Counter[str] = Counter()
+
+    def __enter__(self) -> None:
+        self._before = dict(self._transport.bytes_sent)
+
+    def __exit__(self, *error: object) -> None:
+        for link, count in self._transport.bytes_sent.items():
+            self._counted[link] += count - self._before[link]
+
+    def read(self) -> dict[str, int]:
+        """Bytes by link since the last reading."""
+        found, self._counted = dict(self._counted), Counter()
+        return found
 
 
 class Updater:

@@ -78,6 +78,8 @@ def everyones(comm, count, dtype):
     return np.stack([whole_numbers(rank, count, np.float64) for rank in range(comm.size)])
 
 
+@pytest.mark.eight_ranks
+@pytest.mark.time_limit(120)
 def test_all_reduce_by_every_algorithm_is_the_sum_of_mpi(comm, topologies, findings):
     for topology, count in itertools.product(topologies, counts(comm.size)):
         mine = whole_numbers(comm.rank, count, np.float64)
@@ -93,6 +95,8 @@ def test_all_reduce_by_every_algorithm_is_the_sum_of_mpi(comm, topologies, findi
                 mine, whole_numbers(comm.rank, count, np.float64)), f"{name} {topology} {count} out of place")
 
 
+@pytest.mark.eight_ranks
+@pytest.mark.time_limit(120)
 def test_reduce_scatter_by_every_algorithm_leaves_the_shard_of_the_sum(comm, topologies, findings):
     for topology, count in itertools.product(topologies, counts(comm.size)):
         mine = whole_numbers(comm.rank, count, np.float32)
@@ -108,6 +112,8 @@ def test_reduce_scatter_by_every_algorithm_leaves_the_shard_of_the_sum(comm, top
             findings.check(np.array_equal(out, expected), f"{name} {topology} {count} out of place")
 
 
+@pytest.mark.eight_ranks
+@pytest.mark.time_limit(120)
 def test_all_gather_by_every_algorithm_puts_the_shards_together(comm, topologies, findings):
     for topology, count in itertools.product(topologies, counts(comm.size)):
         expected = whole_numbers(5, count, np.int32)
@@ -122,6 +128,8 @@ def test_all_gather_by_every_algorithm_puts_the_shards_together(comm, topologies
             findings.check(np.array_equal(out, expected), f"{name} {topology} {count} out of place")
 
 
+@pytest.mark.eight_ranks
+@pytest.mark.time_limit(120)
 def test_broadcast_and_reduce_work_from_and_to_every_root(comm, topologies, findings):
     for topology, root in itertools.product(topologies, range(comm.size)):
         for count, name in itertools.product((0, 1, 1001), selection.ALGORITHMS["broadcast"]):
