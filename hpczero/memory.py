@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from hpczero.device import Device
 from hpczero.errors import HpczeroError, RoomError, raise_together
-from hpczero.topology import Topology
+from hpczero.topology import Topology, refuse_finalised
 
 SHARED_MEMORY_FOLDER = "/dev/shm"
 LINE_BYTES = 64
@@ -61,6 +61,7 @@ class NodeRows:
 
     def close(self) -> None:
         """Called by every rank of the node."""
+        refuse_finalised()
         self.all = self.mine = None
         if self._window is not None:
             self._window.Free()

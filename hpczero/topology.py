@@ -137,9 +137,7 @@ class Topology:
         if self._closed:
             return
         self._closed = True
-        if MPI.Is_finalized():
-            raise HpczeroError("MPI was finalised before Topology.close(): close the topology (or leave its `with` "
-                               "block) first, then call MPI.Finalize()")
+        refuse_finalised()
         for closer in reversed(self._closers):
             closer()
         self._free()
@@ -167,6 +165,13 @@ class Topology:
         self._owned.clear()
 
 
+def refuse_finalised() -> None:
+    """HpczeroError if MPI is gone, with what to do; freeing anything then would abort the process without a word."""
+    if MPI.Is_finalized():
+        raise HpczeroError("MPI was finalised before close(): close what hpczero made (or leave its `with` block) first, "
+                           "then call MPI.Finalize()")
+
+
 def as_topology(comm_or_topology: Topology | MPI.Intracomm) -> tuple[Topology, bool]:
     """A topology for either, and whether it was made here (and so must be closed here)."""
     if isinstance(comm_or_topology, Topology):
@@ -177,8 +182,7 @@ def as_topology(comm_or_topology: Topology | MPI.Intracomm) -> tuple[Topology, b
 def _refuse_unusable(comm: Any) -> None:
     if not isinstance(comm, MPI.Intracomm):
         raise ConfigError(f"a communicator of mpi4py (MPI.Intracomm) is needed here, not {type(comm).__name__}")
-    if MPI.Is_finalized():
-        raise HpczeroError("MPI was finalised already: hpczero needs it running until close()")
+    refuse_finalised()
     if comm == MPI.COMM_NULL:
         raise ConfigError("the communicator is MPI.COMM_NULL: this rank is not part of the group that trains")
 
