@@ -27,8 +27,10 @@ Array: TypeAlias = Any
 
 _HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
-# Threads of a block, and the most blocks of one launch: memory-bound loops are fastest when every multiprocessor holds
-# its 2048 threads; 8192 blocks fill 512 multiprocessors, more than any GPU has, and the grid-stride loop does the rest.
+# Threads of a block (fewer, in whole warps, where the vector is smaller), and the most blocks of one launch. Memory is
+# used best when every multiprocessor holds its 2048 threads; 8192 blocks fill 512 multiprocessors, more than any GPU
+# has, and the grid-stride loop does the rest.
+_WARP = 32
 _THREADS = 128
 _MOST_BLOCKS = 8192
 
@@ -163,7 +165,8 @@ def launch(kernel: Any, size: int, *args: Any) -> None:
     stream = _numba_stream(module.cuda.get_current_stream().ptr)
     # sync=False: Numba would otherwise wait for the stream once per array; launching on that same stream needs no wait.
     passed = [cuda.as_cuda_array(arg, sync=False) if is_device(arg) else arg for arg in args]
-    kernel[min(-(-size // _THREADS), _MOST_BLOCKS), _THREADS, stream](*passed)
+    threads = min(_THREADS, -(-size // _WARP) * _WARP)
+    kernel[min(-(-size // threads), _MOST_BLOCKS), threads, stream](*passed)
 
 
 @functools.lru_cache(maxsize=64)

@@ -318,8 +318,9 @@ def _all_reduce_nodes(call: _Call, flat: Array) -> None:
     if rows is None:
         window.Staging.of(topology).all_reduce(flat, offsets, transport, call.op, call.what)
     else:
+        transport.barrier(topology.node, call.what)      # every contribution is written
         window.reduce_scatter(rows, offsets, transport, call.op, call.what)
-        window.gather_rows(rows, offsets, transport, rows.mine, call.what)
+        window.all_gather(rows, offsets, transport, rows.mine, call.what)
         transport.barrier(topology.node, call.what)      # the caller may write its row as soon as this returns
 
 
@@ -333,6 +334,7 @@ def _reduce_scatter_nodes(call: _Call, flat: Array) -> None:
     if rows is None:
         window.Staging.of(topology).reduce_scatter(flat, offsets, transport, call.op, call.what)
     else:
+        transport.barrier(topology.node, call.what)
         window.reduce_scatter(rows, offsets, transport, call.op, call.what)
         transport.barrier(topology.node, call.what)
 
@@ -347,7 +349,7 @@ def _all_gather_nodes(call: _Call, flat: Array) -> None:
     if rows is None:
         window.Staging.of(topology).all_gather(flat, offsets, transport, call.what)
     else:
-        window.gather_rows(rows, offsets, transport, rows.mine, call.what)
+        window.all_gather(rows, offsets, transport, rows.mine, call.what)
         transport.barrier(topology.node, call.what)
 
 

@@ -25,30 +25,38 @@ def flat_of(buffer: Buffer) -> Array:
     return buffer.mine if isinstance(buffer, NodeRows) else buffer
 
 
-def reduce_scatter(buffer: Buffer, offsets: Sequence[int], transport: Transport, what: str) -> None:
-    """Block r (elements offsets[r] to offsets[r + 1]) becomes the sum over all ranks, on rank r.
+def reduce_scatter(buffer: Buffer, cuts: Sequence[Sequence[int]], transport: Transport, what: str) -> None:
+    """Of every bucket, block r becomes the sum over all ranks, on rank r.
 
-    Rows of a window may be written again only after the next barrier of the node.
+    `cuts` holds size + 1 offsets per bucket: block r of a bucket with offsets c is elements c[r] to c[r + 1]. Rows of a
+    window may be written again only after the next barrier of the node.
     """
+    topology = transport.topology
     if isinstance(buffer, NodeRows):
-        window.reduce_scatter(buffer, offsets, transport, "sum", what)
+        transport.barrier(topology.node, what)        # every contribution is written
+        for offsets in cuts:
+            window.reduce_scatter(buffer, offsets, transport, "sum", what)
     else:
-        topology = transport.topology
-        transport.execute(hierarchical.reduce_scatter(topology.rank, topology.map), buffer, offsets, "sum", what)
+        for offsets in cuts:
+            transport.execute(hierarchical.reduce_scatter(topology.rank, topology.map), buffer, offsets, "sum", what)
 
 
-def all_gather(buffer: Buffer, offsets: Sequence[int], transport: Transport, what: str) -> None:
-    """Block r goes from rank r to all. A single copy is whole on this node when its next barrier has been passed.
+def all_gather(buffer: Buffer, cuts: Sequence[Sequence[int]], transport: Transport, what: str) -> None:
+    """Of every bucket, block r goes from rank r to all. A single copy is whole after the next barrier of the node.
 
-    Of a single copy, rank r has written block r into its node's; otherwise into its own buffer.
+    Of a single copy, rank r has written its blocks into its node's; otherwise into its own buffer.
     """
     topology = transport.topology
     if not isinstance(buffer, NodeRows):
-        transport.execute(hierarchical.all_gather(topology.rank, topology.map), buffer, offsets, what=what)
-    elif buffer.is_single:
+        for offsets in cuts:
+            transport.execute(hierarchical.all_gather(topology.rank, topology.map), buffer, offsets, what=what)
+        return
+    for offsets in cuts:
         transport.execute(hierarchical.across_all_gather(topology.rank, topology.map), buffer.mine, offsets, what=what)
-    else:
-        window.gather_rows(buffer, offsets, transport, buffer.mine, what)
+    if not buffer.is_single:
+        transport.barrier(topology.node, what)        # every block is in a row of this node
+        for offsets in cuts:
+            window.gather_rows(buffer, offsets, transport, buffer.mine)
 
 
 def broadcast(buffer: Buffer, transport: Transport, what: str) -> None:

@@ -54,7 +54,10 @@ def fold(rows: Array, row_of: dict[int, int], tree: Tree, op: str, first: int, o
     On a device the rows are overwritten; on the host they are only read, and `out` may lie in one of them.
     """
     if is_device(rows):
-        copy(out, _fold_in_place(rows, row_of, tree, op, slice(first, first + out.size)))
+        part = rows[:, first:first + out.size]
+        # Half types are added in float32 and rounded once, as on the host.
+        part = part.astype(np.float32) if is_half(rows.dtype) else part
+        copy(out, _fold_in_place(part, row_of, tree, op))
         return
     code = reduce.OPS.get(op, reduce.SUM)
     with_bits = is_half(rows.dtype)
@@ -81,10 +84,10 @@ def divide(array: Array, divisor: int) -> None:
         reduce.divide(array, array.dtype.type(divisor))
 
 
-def _fold_in_place(rows: Array, row_of: dict[int, int], tree: Tree, op: str, part: slice) -> Array:
+def _fold_in_place(rows: Array, row_of: dict[int, int], tree: Tree, op: str) -> Array:
     if isinstance(tree, int):
-        return rows[row_of[tree], part]
-    left, right = (_fold_in_place(rows, row_of, half_tree, op, part) for half_tree in tree)
+        return rows[row_of[tree]]
+    left, right = (_fold_in_place(rows, row_of, half_tree, op) for half_tree in tree)
     combine(left, right, op)
     return left
 

@@ -143,6 +143,8 @@ class Transport:
                        requests: list[MPI.Request], peers: list[int]) -> _Landing:
         """Posts every receive: straight into `flat` where that is possible, else into rows of scratch memory."""
         landing = _Landing(self, flat, arrivals, apart)
+        if not landing.staged:
+            synchronize(flat)      # kernels that still read or write it must not meet MPI's writes
         for index, arrival in enumerate(arrivals):
             self._chunks(self.topology.world.Irecv, landing.buffer(index), arrival.peer, tag, requests, peers)
         return landing

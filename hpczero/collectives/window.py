@@ -7,8 +7,8 @@ copy everything twice more.
 
 Data that live elsewhere pass through a staging window of bounded size (`Staging`).
 
-A rank may still read its neighbours' rows when the call returns on another rank: after `reduce_scatter` and
-`gather_rows`, a row may be written only after the next barrier of the node.
+A rank may still read its neighbours' rows when the call returns on another rank: after `reduce_scatter`, `gather_rows`
+and `all_gather`, a row may be written only after the next barrier of the node.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ STAGING_BYTES = 16 * 2**20
 def reduce_scatter(rows: NodeRows, offsets: Sequence[int], transport: Transport, op: str, what: str = "") -> None:
     """Block r of this rank's row becomes the reduction of block r over all ranks, on rank r.
 
-    Called by every rank of the topology, whose contribution is in `rows.mine`; block b holds elements offsets[b] to
-    offsets[b + 1]. Elsewhere the row may hold partial sums afterwards.
+    Called by every rank of the topology after a barrier of the node behind which all contributions are written; block b
+    holds elements offsets[b] to offsets[b + 1]. Elsewhere the row may hold partial sums afterwards.
     """
     topology = transport.topology
     ranks = topology.map.nodes[topology.node_index]
-    transport.barrier(topology.node, what)        # every contribution is written
     if len(ranks) > 1:
         tree, row_of = balanced(ranks), {rank: row for row, rank in enumerate(ranks)}
         for first, last in spans(hierarchical.deputised(topology.rank, topology.map)):
@@ -46,11 +45,12 @@ def reduce_scatter(rows: NodeRows, offsets: Sequence[int], transport: Transport,
     transport.execute(hierarchical.across_reduce_scatter(topology.rank, topology.map), rows.mine, offsets, op, what)
 
 
-def gather_rows(rows: NodeRows, offsets: Sequence[int], transport: Transport, out: np.ndarray, what: str = "") -> None:
-    """All blocks, each from the row of its owner (block r of rank r's row), into `out`; `out` may be `rows.mine`."""
+def gather_rows(rows: NodeRows, offsets: Sequence[int], transport: Transport, out: np.ndarray) -> None:
+    """All blocks, each from the row of the rank that answers for it on this node, into `out`; `out` may be `rows.mine`.
+
+    Called after the `across_all_gather` of `hierarchical` on every rank's row, and a barrier of the node.
+    """
     topology = transport.topology
-    transport.execute(hierarchical.across_all_gather(topology.rank, topology.map), rows.mine, offsets, what=what)
-    transport.barrier(topology.node, what)
     for row, rank in enumerate(topology.map.nodes[topology.node_index]):
         source = rows.all[row]
         if rank == topology.rank and np.shares_memory(out, source):
@@ -59,6 +59,14 @@ def gather_rows(rows: NodeRows, offsets: Sequence[int], transport: Transport, ou
             lo, hi = offsets[first], offsets[last]
             out[lo:hi] = source[lo:hi]
             transport.bytes_sent["window"] += (hi - lo) * out.itemsize if rank != topology.rank else 0
+
+
+def all_gather(rows: NodeRows, offsets: Sequence[int], transport: Transport, out: np.ndarray, what: str = "") -> None:
+    """Block r from rank r's row, for every r, into `out`; `out` may be `rows.mine`."""
+    topology = transport.topology
+    transport.execute(hierarchical.across_all_gather(topology.rank, topology.map), rows.mine, offsets, what=what)
+    transport.barrier(topology.node, what)
+    gather_rows(rows, offsets, transport, out)
 
 
 class Staging:
@@ -86,7 +94,7 @@ class Staging:
         """Every element of `flat` becomes the reduction over all ranks."""
         for rows, ranges, places in self._chunks(flat, offsets, transport, op, what):
             whole = np.empty(places[-1], flat.dtype)
-            gather_rows(rows, places, transport, whole, what)
+            all_gather(rows, places, transport, whole, what)
             _scatter(whole, flat, ranges, places)
 
     def all_gather(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, what: str) -> None:
@@ -95,7 +103,7 @@ class Staging:
         for rows, ranges, places in self._slices(flat, offsets):
             rows.mine[places[rank]:places[rank + 1]] = flat[slice(*ranges[rank])]
             whole = np.empty(places[-1], flat.dtype)
-            gather_rows(rows, places, transport, whole, what)
+            all_gather(rows, places, transport, whole, what)
             _scatter(whole, flat, ranges, places)
             transport.barrier(transport.topology.node, what)     # rows are read: the next slice may be written
 
@@ -109,6 +117,7 @@ class Staging:
         for rows, ranges, places in self._slices(flat, offsets):
             for (lo, hi), place in zip(ranges, places, strict=False):
                 rows.mine[place:place + hi - lo] = flat[lo:hi]
+            transport.barrier(transport.topology.node, what)
             reduce_scatter(rows, places, transport, op, what)
             yield rows, ranges, places
             transport.barrier(transport.topology.node, what)

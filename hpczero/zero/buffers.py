@@ -93,7 +93,7 @@ class GradientSlots:
         slot, whole = self._slots[self._turn], self._layout.buckets[bucket]
         self._turn = (self._turn + 1) % len(self._slots)
         cuts = [cut - whole.start for cut in self._layout.cuts(bucket)]
-        exchange.reduce_scatter(slot, cuts, self._transport, f"gradients of bucket {bucket}")
+        exchange.reduce_scatter(slot, [cuts], self._transport, f"gradients of bucket {bucket}")
         rank = self._transport.topology.rank
         mine = flat_of(slot)[cuts[rank]:cuts[rank + 1]]
         put(self.shards[slice(*self._shard_cuts[bucket:bucket + 2])], mine, 1.0, add=not self._is_first)

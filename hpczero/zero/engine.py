@@ -26,7 +26,7 @@ from hpczero.collectives.exchange import flat_of
 from hpczero.collectives.guard import agree
 from hpczero.collectives.transport import Transport
 from hpczero.device import Device
-from hpczero.errors import ConfigError
+from hpczero.errors import ConfigError, MismatchError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.topology import Topology, as_topology
@@ -101,7 +101,12 @@ class Zero3Engine:
         self._transport = Transport.of(self.topology)
         self._closed = False
         self.layers = tuple(layers)
-        arrays, self.dtype, self.device = self._agreed(params, optimizer, device)
+        try:
+            arrays, self.dtype, self.device = self._agreed(params, optimizer, device)
+        except (ConfigError, MismatchError):
+            if self._owns_topology:
+                self.topology.close()      # every rank is here
+            raise
         self.shared = shares(self.config, self.device)
         self._transport.timeout_s = self.config.comm_timeout_ms / 1000
         names = {name: [f"{name}.{short}" for short in layer.shapes] for name, layer in self.layers}
@@ -166,7 +171,7 @@ class Zero3Engine:
         except ConfigError as wrong:
             error = wrong
         with self._meter:
-            self._rounds.meet(STEP, 0.0, error)
+            self._rounds.meet(STEP, 0.0, error, lr)
             reason, grad_norm, coefficient, scale = self._updater.decide(self._slots.shards, self._rounds.weight)
         if not reason:
             self._updater.apply(self._shards, self._slots.shards, slice(None), scale=scale, lr=lr)
@@ -283,7 +288,7 @@ class Zero3Engine:
             lo, hi = self._my_cuts(index)
             copy(flat[lo:hi], self._shard_of(index))
             cuts = [cut - bucket.start for cut in self.layout.cuts(index)]
-            exchange.all_gather(self._layer_buffer, cuts, self._transport, what)
+            exchange.all_gather(self._layer_buffer, [cuts], self._transport, what)
             self._transport.barrier(node, what)      # and every part of this one has arrived
             self._held = index
         found = views(flat, self.layout, bucket.names, base=bucket.start, writable=False)

@@ -31,7 +31,7 @@ from hpczero.collectives.exchange import flat_of
 from hpczero.collectives.guard import agree
 from hpczero.collectives.transport import Transport
 from hpczero.device import Device
-from hpczero.errors import ConfigError
+from hpczero.errors import ConfigError, MismatchError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.topology import Topology, as_topology
@@ -108,7 +108,12 @@ class ZeroOptimizer:
         self.topology, self._owns_topology = as_topology(comm)
         self._transport = Transport.of(self.topology)
         self._closed = False
-        arrays, dtype, self.device = _agreed(params, optimizer, self._transport, self.config, device)
+        try:
+            arrays, dtype, self.device = _agreed(params, optimizer, self._transport, self.config, device)
+        except (ConfigError, MismatchError):
+            if self._owns_topology:
+                self.topology.close()      # every rank is here
+            raise
         self.stage, self.shared = self.config.stage, shares(self.config, self.device)
         self._transport.timeout_s = self.config.comm_timeout_ms / 1000
         self.dtype = dtype
@@ -119,7 +124,7 @@ class ZeroOptimizer:
         self._start_from(arrays)
         self._rounds = Rounds(self._transport)
         self._written: set[str] = set()
-        self._by_hand = False
+        self._by_hand = self._accumulated = False
         self._meter = Meter(self._transport)
 
     @property
@@ -157,6 +162,7 @@ class ZeroOptimizer:
         """
         refuse_closed(self._closed, "this ZeroOptimizer")
         error: Exception | None = None
+        self._accumulated = True
         try:
             weight = checked_weight(weight)
         except ConfigError as wrong:
@@ -182,13 +188,13 @@ class ZeroOptimizer:
         """
         start = time.perf_counter()
         refuse_closed(self._closed, "this ZeroOptimizer")
-        error, by_hand = None, self._by_hand and not self._written
+        error, by_hand = None, self._by_hand and not self._accumulated
         try:
             lr = checked_lr(lr)
         except ConfigError as wrong:
             error = wrong
         with self._meter:
-            self._rounds.meet(STEP, 1.0 if by_hand else 0.0, error)
+            self._rounds.meet(STEP, 1.0 if by_hand else 0.0, error, lr)
             gradients = self._reduced(by_hand)
             reason, grad_norm, coefficient, scale = self._updater.decide(gradients, self._rounds.weight)
             if not reason:
@@ -365,12 +371,10 @@ class ZeroOptimizer:
         if not by_hand:
             for name in self.layout.places.keys() - self._written:      # missing everywhere or here: counts as zero
                 self._gradient_views[name][...] = 0
-        for bucket in range(len(self.layout.buckets)):
-            cuts = self.layout.cuts(bucket)
-            exchange.reduce_scatter(self._gradients, cuts, self._transport, f"gradients of bucket {bucket}")
+        cuts = [self.layout.cuts(bucket) for bucket in range(len(self.layout.buckets))]
+        exchange.reduce_scatter(self._gradients, cuts, self._transport, "gradients")
         if self.stage == 0:
-            for bucket in range(len(self.layout.buckets)):
-                exchange.all_gather(self._gradients, self.layout.cuts(bucket), self._transport, "gradients")
+            exchange.all_gather(self._gradients, cuts, self._transport, "gradients")
         return flat
 
     def _update(self, gradients: Array, scale: float, lr: float | None) -> None:
@@ -388,8 +392,8 @@ class ZeroOptimizer:
     def _publish(self) -> None:
         """Updated shards become visible to all; within a node that shares parameters a barrier is all it takes."""
         if self.stage > 0:
-            for bucket in range(len(self.layout.buckets)):
-                exchange.all_gather(self._parameters, self.layout.cuts(bucket), self._transport, "updated parameters")
+            cuts = [self.layout.cuts(bucket) for bucket in range(len(self.layout.buckets))]
+            exchange.all_gather(self._parameters, cuts, self._transport, "updated parameters")
 
     def _reopen(self) -> None:
         """Ready for the next micro-batch: neighbours have read this rank's rows, and the single copy is whole."""
@@ -403,6 +407,7 @@ class ZeroOptimizer:
         if self._slots is not None:
             self._slots.restart()
         self._written.clear()
+        self._accumulated = False
         self._rounds.restart()
 
 

@@ -63,9 +63,10 @@ class Rounds:
         self.weight = 0.0
         """Sum of the weights of all ranks since the last step; the same on every rank."""
 
-    def meet(self, call: float, weight: float, error: Exception | None) -> None:
-        """Every rank is in `call`, and none has an error; else all raise. Adds up the weights, in rank order."""
-        met = self._transport.all_gather_small(np.array([call, weight, float(error is not None)]), _CALLS[call])
+    def meet(self, call: float, weight: float, error: Exception | None, lr: float | None = None) -> None:
+        """Every rank is in `call`, with the same `lr`, and none has an error; else all raise. Adds up the weights."""
+        mine = [call, weight, float(error is not None), -1.0 if lr is None else lr]
+        met = self._transport.all_gather_small(np.array(mine), _CALLS[call])
         if met[:, 2].any():
             raise_together(self._transport.topology.world, error)
         if (met[:, 0] != met[0, 0]).any():
@@ -73,7 +74,11 @@ class Rounds:
             odd = next(rank for rank, name in enumerate(calls) if name != calls[0])
             raise MismatchError(f"rank {odd} of {len(calls)} is in {calls[odd]} while rank 0 is in {calls[0]}: every rank "
                                 "calls accumulate() equally often per step, with weight=0 where it has no samples")
-        for value in met[:, 1].tolist():
+        if (met[:, 3] != met[0, 3]).any():
+            odd = int(np.argmax(met[:, 3] != met[0, 3]))
+            raise MismatchError(f"rank {odd} of {len(met)} calls step(lr={met[odd, 3]:g}), rank 0 step(lr={met[0, 3]:g}); "
+                                "every rank passes the same (-1 stands for none)")
+        for value in met[:, 1].tolist():      # in rank order, so that every rank has the same bits
             self.weight += value
 
     def restart(self) -> None:

@@ -469,6 +469,18 @@ def test_unequal_numbers_of_micro_batches_are_a_mismatch_on_every_rank(comm, sta
     topology.close()
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_learning_rates_that_differ_between_ranks_are_a_mismatch(comm, stage):
+    if comm.size == 1:
+        return
+    with Topology(comm) as topology:
+        zero = build(stage, values(SHAPES, 0), OPTIMIZERS[0], topology)
+        zero.accumulate(values(SHAPES, 1))
+        with pytest.raises(MismatchError, match=r"lr=0\.5"):
+            zero.step(lr=0.5 if comm.rank == comm.size - 1 else 0.1)
+        zero.close()
+
+
 def test_half_of_the_ranks_train_while_the_others_do_something_else(comm):
     half = comm.Split(comm.rank % 2, comm.rank)
     if comm.rank % 2 == 0:
