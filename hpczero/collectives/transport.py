@@ -51,8 +51,8 @@ class Transport:
         self.bytes_sent = {"window": 0, "node": 0, "network": 0}
         self.max_count = _whole("HPCZERO_MAX_COUNT", LARGEST_COUNT)
         self.direct = _choice("HPCZERO_DEVICE_TRANSFER", ("staged", "direct")) == "direct"
-        # Of the world: Open MPI knows the attribute on no communicator that was split off.
-        self._tag, self._last_tag = 0, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        # Open MPI does not know the attribute on a communicator that was split off; 32767 is what MPI promises.
+        self._tag, self._last_tag = 0, topology.world.Get_attr(MPI.TAG_UB) or 32767
         self._scratch: dict[str, np.ndarray] = {}
 
     @classmethod
