@@ -149,7 +149,8 @@ def show(header: dict, rows: list[dict]) -> None:
     out = sys.stdout
     for name, value in header.items():
         out.write(f"# {name}: {value}\n")
-    out.write(f"{'':14} {'median':>9} {'quartiles':>19} {'ratio':>6} {'MiB/rank':>9} {'formula':>8}   bytes in a step, all ranks\n")
+    titles = f"{'':14} {'median':>9} {'quartiles':>19} {'ratio':>6} {'MiB/rank':>9} {'formula':>8}"
+    out.write(f"{titles}   bytes in a step, all ranks\n")
     for found in rows:
         ratio = next(value for key, value in found.items() if key.startswith("ratio"))
         low, high = (1e3 * value for value in found["quartiles_s"])

@@ -285,7 +285,9 @@ class _Call:
     def _every_rank_in_window(self) -> bool:
         # Every rank calls topology.empty, so one rank's array lies in a window if and only if its neighbours' does,
         # unless they passed different arrays: the choice is part of what the ranks agree on, and that is then found.
-        return not is_device(self.array) and self.array.flags.c_contiguous and self.node_rows(self.array.reshape(-1)) is not None
+        if is_device(self.array) or not self.array.flags.c_contiguous:
+            return False
+        return self.node_rows(self.array.reshape(-1)) is not None
 
 
 _ADDING = ("all_reduce", "reduce_scatter", "reduce")

@@ -421,7 +421,8 @@ def test_a_wrong_gradient_on_one_rank_is_an_error_on_all_and_training_can_go_on(
     with Topology(comm) as topology:
         zero = build(stage, values(SHAPES, 0), OPTIMIZERS[0], topology, reduce_bucket_size="100 elements")
         for wrong, text in [({"fife": np.zeros(5)}, "did you mean 'five'"), ({"five": np.zeros(6)}, "shape (6,)"),
-                            ({"five": np.zeros(5, complex)}, "gradient of 'five'"), ([("one", np.zeros(1)), ("one", np.zeros(1))], "twice"),
+                            ({"five": np.zeros(5, complex)}, "gradient of 'five'"),
+                            ([("one", np.zeros(1)), ("one", np.zeros(1))], "twice"),
                             (None, "ZeroDivisionError")]:
             try:
                 zero.accumulate(broken() if wrong is None else wrong if odd else good)
