@@ -2,7 +2,7 @@
 
 A `Settings` class stands beside the code that it steers. `resolve` fills one from four places, later ones winning:
 default < TOML file < environment < command line, and keeps the origin of each value. Text means the same in all of
-them: `1e-3`, `1_000`, `"0.001"` and `0.001` are one number whether they stand in the file, in a variable or behind a flag.
+them: a number may be written `1e-3`, `1_000` or `0.001`, in the file, in a variable or behind a flag.
 
 Everything that cannot be honoured is a `ConfigError` naming the key, the value, what is allowed, the nearest name that
 exists, and the line, variable or flag it came from. Importing this file imports pydantic (0.2 s), so `--help` does not.
@@ -176,7 +176,7 @@ def resolve(
     origins = {name: origin for name, (_, origin) in given.items()}
     try:
         settings = cls(**values)
-    except ConfigError as error:        # raised by Settings.__init__, which knows the problems but not the origins
+    except ConfigError as error:  # raised by Settings.__init__, which knows the problems but not the origins
         raise ConfigError("\n".join(_explain(cls, error.__context__, origins))) from None
     return Resolved(settings, {name: origins.get(name, Origin("default")) for name in cls.model_fields})
 
@@ -325,7 +325,7 @@ def _words(kind: Any, bounds: Iterable[Any] = ()) -> str:
         return _SIZE_ALLOWED
     name = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}.get(kind, str(kind))
     said = {Gt: ("above", "gt"), Ge: ("of at least", "ge"), Lt: ("below", "lt"), Le: ("of at most", "le")}
-    bounds = [bound for outer in bounds for bound in getattr(outer, "metadata", [outer])]       # Field(…) holds several
+    bounds = [bound for outer in bounds for bound in getattr(outer, "metadata", [outer])]  # Field(…) holds several
     limits = [f"{said[type(b)][0]} {getattr(b, said[type(b)][1])}" for b in bounds if type(b) in said]
     return " ".join([name, " and ".join(limits)]).rstrip()
 

@@ -1,0 +1,53 @@
+"""Runs tests/mpi under mpirun, once per number of ranks; and sees that what fails there, however, is reported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import mpirun
+from mpi_runs import ROOT, Run, run_tests, show
+
+
+# One rank first: it finds the kernels compiled, or compiles them for all that follow.
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+def test_tests_mpi_on(num_ranks, tmp_path, subtests):
+    show(run_tests(num_ranks, tmp_path, "tests/mpi"), subtests)
+
+
+def test_what_is_marked_eight_ranks_on_8(tmp_path, subtests):
+    show(run_tests(8, tmp_path, "tests/mpi", "-m", "eight_ranks"), subtests)
+
+
+def broken(folder: Path, *names: str) -> Run:
+    """Tests of broken_on_purpose.py, by name, on two ranks."""
+    return run_tests(2, folder, *(f"tests/mpi/broken_on_purpose.py::{name}" for name in names))
+
+
+def test_a_check_that_fails_on_one_rank_names_it_and_the_next_test_runs_and_a_rank_that_dies_is_named(tmp_path):
+    run = broken(tmp_path, "test_that_is_wrong_on_rank_1", "test_that_is_right", "test_that_dies_on_rank_1")
+    wrong, right, dies = run.verdicts
+    assert wrong.outcome == "failed" and "ranks 0, 1 of 2: " in wrong.text
+    assert "rank 1 of 2: forty-two was expected" in wrong.text
+    assert right.outcome == "passed"
+    assert dies.outcome == "failed" and "rank 1 of 2: did not come to the end of this test" in dies.text
+
+
+def test_an_exception_on_one_rank_is_shown_though_the_other_rank_waits_for_it(tmp_path):
+    run = broken(tmp_path, "test_that_raises_on_rank_1", "test_that_is_right")
+    (raises,) = run.verdicts
+    assert "rank 1 of 2: " in raises.text and 'raise KeyError("only here")' in raises.text
+    assert "rank 0 of 2: did not come to the end of this test" in raises.text
+    assert "ended before 1 of its tests had begun" in run.problem
+
+
+def test_a_test_that_hangs_ends_at_its_limit_with_the_stacks_of_every_rank(tmp_path):
+    (hangs,) = broken(tmp_path, "test_that_hangs").verdicts
+    assert "in wait_on_rank_0" in hangs.text and "in wait_on_rank_1" in hangs.text
+
+
+def test_pytest_inside_mpirun_refuses_to_start_runs_of_its_own():
+    done = mpirun(2, [sys.executable, "-m", "pytest", "tests/test_under_mpi.py"], timeout=60.0, cwd=ROOT)
+    assert done.status != 0
+    assert "inside mpirun pytest needs --with-mpi" in done.stdout + done.stderr
