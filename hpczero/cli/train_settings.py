@@ -42,11 +42,11 @@ class TrainSettings(ZeroConfig):
     """sequences (rows of a table) per step, over all ranks"""
     seed: Annotated[int, Field(ge=0)] = 0
     """of the first parameters and of the order of the data"""
-    width: Annotated[int, Field(ge=1)] = 128
+    width: Annotated[int, Field(ge=1)] = 96
     """size of the model's layers"""
     depth: Annotated[int, Field(ge=0)] = 2
     """number of transformer blocks, or of hidden layers"""
-    heads: Annotated[int, Field(ge=1)] = 4
+    heads: Annotated[int, Field(ge=1)] = 3
     """attention heads per transformer block"""
     sequence_length: Annotated[int, Field(ge=1)] = 64
     """bytes per training sequence"""
