@@ -42,10 +42,10 @@ class NodeRows:
         This rank's row without its padding; with a single row, the copy that all share.
     """
 
-    def __init__(self, block: np.ndarray, count: int, row: int, window: MPI.Win | None):
+    def __init__(self, block: np.ndarray, count: int, row: int, window: MPI.Win | None, *, single: bool):
         self.all = block
         self.mine = block[row, :count]
-        self.is_single = block.shape[0] == 1
+        self.is_single = single      # a node of one rank has a single row too, and its neighbours have one each
         self._window = window
 
     @property
@@ -81,7 +81,9 @@ def node_rows(topology: Topology, count: int, dtype: np.dtype, *, single: bool =
     nbytes = num_rows * stride * dtype.itemsize
     # Nodes of one rank share with nobody, but take part in both agreements: the other nodes may find something.
     shares = node.size > 1
-    raise_together(topology.world, _no_room(nbytes) if shares and node.rank == 0 else None)
+    # Forced nodes may share a machine: what all of them are about to take must fit together.
+    together = topology.machine.allreduce(nbytes if shares and node.rank == 0 else 0)
+    raise_together(topology.world, _no_room(together) if together and topology.machine.rank == 0 else None)
     # One rank allocates the whole block: rows then lie at a known distance in one C-contiguous array, which is what
     # lets the reduction kernel vectorise.
     window = MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node) if shares else None
@@ -93,7 +95,7 @@ def node_rows(topology: Topology, count: int, dtype: np.dtype, *, single: bool =
     if shares:
         _touch(block, node)
         node.Barrier()
-    return NodeRows(block, count, row, window)
+    return NodeRows(block, count, row, window, single=single)
 
 
 class Arena:

@@ -204,6 +204,16 @@ def closest(name: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
+def refuse_unknown_variables(environ: Mapping[str, str], known: Iterable[str], commands: Iterable[str]) -> None:
+    """ConfigError for a variable HPCZERO_... that is none of `known` and belongs to none of the `commands`."""
+    prefixes = [f"HPCZERO_{command.upper()}_" for command in commands]
+    for name in sorted(environ):
+        if name.startswith("HPCZERO_") and name not in known and not name.startswith(tuple(prefixes)):
+            first = name.removeprefix("HPCZERO_").partition("_")
+            as_command = [f"{prefix}{first[2]}" for prefix in prefixes if first[2]]
+            raise ConfigError(f"{name}: hpczero reads no such variable{nearest(name, [*known, *as_command])}")
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """`; did you mean X?`, or an empty text."""
     found = closest(name, names)

@@ -5,7 +5,7 @@ Everything hierarchical starts here: ranks of one node share memory, ranks of di
 what must be freed afterwards. Nodes are numbered by their lowest rank; local ranks follow the order of the
 communicator's ranks, whatever order the launcher placed them in (block, round-robin, irregular).
 
-Cost: one duplicate, one `Split_type`, one `Split` and two small all-gathers, once.
+Cost: one duplicate, three splits and a few small exchanges, once.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Topology:
     ----------
     world, node, cross : MPI.Intracomm
         All ranks; the ranks of this node; the ranks with this local rank, one on each node that has so many.
+    machine : MPI.Intracomm
+        The ranks that share this machine's memory: those of this node, and of others where the nodes are forced.
     rank, size, num_nodes, node_index, local_rank : int
     ranks_per_node : tuple of int
         May differ from node to node.
@@ -92,11 +94,11 @@ class Topology:
         """What later layers keep for this set of ranks (transport, staging window); see `keep`."""
         try:
             self.world = self._own(comm.Dup())
-            machine = self._own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.world.rank))
-            self.map = _agree_on_map(self.world, machine, node_map)
+            self.machine = self._own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.world.rank))
+            self.map = _agree_on_map(self.world, self.machine, node_map)
             # A launcher may bind each rank to cores of its own: what a machine offers is all of them together.
-            cores = set().union(*machine.allgather(os.sched_getaffinity(0)))
-            self.is_oversubscribed = machine.size > len(cores)
+            cores = set().union(*self.machine.allgather(os.sched_getaffinity(0)))
+            self.is_oversubscribed = self.machine.size > len(cores)
             self.rank, self.size = self.world.rank, self.world.size
             self.num_nodes = len(self.map.nodes)
             self.ranks_per_node = tuple(len(ranks) for ranks in self.map.nodes)

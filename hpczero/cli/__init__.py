@@ -30,6 +30,9 @@ COMMANDS = {
     "doctor": "show what MPI, launcher, cores, devices and kernel cache hpczero finds here",
 }
 
+VARIABLES = ("HPCZERO_NODE_MAP", "HPCZERO_DEVICE_TRANSFER", "HPCZERO_MAX_COUNT")
+"""What the package itself reads from the environment, beside HPCZERO_<COMMAND>_<KEY>."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return this process's exit status. Called by every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -49,8 +50,12 @@ def _users(settings: TrainSettings, dataset: Dataset) -> models.Model:
         ) from None
     function = getattr(module, name, None)
     if not callable(function):
-        what = f"{name} is no function" if hasattr(module, name) else f"has no {name}"
-        raise ConfigError(f"model = {settings.model}: {module.__file__} {what}{nearest(name, vars(module))}")
+        what = f"{name} is no function" if hasattr(module, name) else f"has no {name}{nearest(name, vars(module))}"
+        raise ConfigError(f"model = {settings.model}: {module.__file__} {what}")
+    try:
+        inspect.signature(function).bind(dataset, settings)
+    except TypeError as error:
+        raise ConfigError(f"model = {settings.model}: {name} is called with the data set and the settings; {error}") from None
     model = function(dataset, settings)
     if not isinstance(model, models.Model):
         raise ConfigError(

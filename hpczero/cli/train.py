@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hpczero.cli import flags
 from hpczero.cli.progress import Progress, terminal
-from hpczero.errors import ConfigError, DataError, raise_together
+from hpczero.errors import ConfigError, DataError, HpczeroError, raise_together
 
 if TYPE_CHECKING:
     import argparse
@@ -76,6 +76,9 @@ def run(args: argparse.Namespace, comm: MPI.Comm) -> int:
     _log.info("%s", report.headline(settings, dataset, model, device, topology))
 
     history = _train(training, dataset, settings, device, comm, folder)
+    if history.skipped == settings.steps:      # the same on every rank
+        raise HpczeroError(f"all {settings.steps} steps were skipped, since gradients were not finite: nothing was trained; "
+                           "try a smaller --lr, or look at the model and the data")
     val_loss = _evaluate(training, dataset, settings, device, comm)
     result = report.result(training, dataset, settings, device, comm, history, val_loss)
     if comm.rank == 0:
@@ -103,10 +106,11 @@ def together(comm: MPI.Comm, work: Callable[[], T], *, only_rank_0: bool = False
 
 def _resolve(args: argparse.Namespace) -> Resolved[TrainSettings]:
     """On rank 0 only: other nodes may have another file, and mpirun need not hand on the environment to them."""
-    from hpczero.cli import COMMANDS
+    from hpczero.cli import COMMANDS, VARIABLES
     from hpczero.cli.train_settings import TrainSettings
-    from hpczero.settings import resolve
+    from hpczero.settings import refuse_unknown_variables, resolve
 
+    refuse_unknown_variables(os.environ, VARIABLES, COMMANDS)
     return resolve(
         TrainSettings,
         "train",
@@ -119,14 +123,18 @@ def _resolve(args: argparse.Namespace) -> Resolved[TrainSettings]:
 
 def _check_writable(out: Path, json_file: str | None) -> None:
     """ConfigError if a folder cannot be made in `out`, or the JSON file not in its own, without making anything."""
-    exists = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
+    try:
+        exists = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}; name another folder") from None
     if not exists.is_dir():
         raise ConfigError(f"--out {out}: {exists} is a file; name a folder")
     if not os.access(exists, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out}: no permission to write in {exists.absolute()}; name another folder")
     if json_file not in (None, "-"):
         path = Path(json_file)
-        if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        place = path if path.exists() else path.absolute().parent
+        if path.is_dir() or not (path.exists() or place.is_dir()) or not os.access(place, os.W_OK):
             raise ConfigError(f"--json {json_file}: cannot be written there; name a file in a folder that exists")
 
 

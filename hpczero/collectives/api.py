@@ -35,7 +35,8 @@ def all_reduce(array: Any, topology: Topology, *, op: str = "sum", algorithm: st
     Parameters
     ----------
     array : float16, bfloat16, float32, float64, int32, int64 or uint8, any shape and strides; host or device
-        This rank's contribution; overwritten with the result unless `out` is given. Half types are added in float32.
+        This rank's contribution; overwritten with the result unless `out` is given. Half types are added in float32, and
+        must hold the sum where a mean is asked for. Arrays of `topology.empty` come from the same call on every rank.
     op : {"sum", "mean", "prod", "min", "max"}
     algorithm : str
         A name from `selection.ALGORITHMS["all_reduce"]`; "adaptive" lets a rule choose, the same on every rank.
@@ -56,6 +57,8 @@ def all_reduce(array: Any, topology: Topology, *, op: str = "sum", algorithm: st
         An argument that cannot be honoured.
     """
     call = _Call("all_reduce", array, topology, op, algorithm, order, out)
+    if out is None:
+        call.require_writable()
     flat = call.begin()
     _RUN_ALL_REDUCE[call.algorithm](call, flat)
     if op == "mean":
@@ -85,6 +88,7 @@ def reduce_scatter(array: Any, topology: Topology, *, op: str = "sum", algorithm
     call.expect("out", out, (shard.stop - shard.start,))
     if out is None:
         call.require_contiguous()
+        call.require_writable()
     flat = call.begin(apart=out is not None)
     _RUN_REDUCE_SCATTER[call.algorithm](call, flat)
     mine = flat[shard]
@@ -108,6 +112,7 @@ def all_gather(array: Any, topology: Topology, *, algorithm: str = "adaptive", o
     """
     whole = array if out is None else out
     call = _Call("all_gather", whole, topology, "sum", algorithm, "any", None)
+    call.require_writable()
     shard = shard_slice(call.count, topology.rank, topology.size)
     if out is not None:
         call.expect("array", array, (shard.stop - shard.start,))
@@ -121,6 +126,7 @@ def all_gather(array: Any, topology: Topology, *, algorithm: str = "adaptive", o
 def broadcast(array: Any, topology: Topology, *, root: int = 0, algorithm: str = "adaptive") -> Array:
     """Every rank's `array` becomes that of rank `root`. Called by every rank, with the same root."""
     call = _Call("broadcast", array, topology, "sum", algorithm, "any", None, root=root)
+    call.require_writable()
     flat = call.begin()
     if call.algorithm == "system":
         raw = _host(flat).view(np.uint8)
@@ -139,6 +145,8 @@ def reduce(array: Any, topology: Topology, *, root: int = 0, op: str = "sum", al
     """
     at_root = topology.rank == root
     call = _Call("reduce", array, topology, op, algorithm, order, out if at_root else None, root=root)
+    if at_root and out is None:
+        call.require_writable()
     flat = call.begin(apart=not at_root)
     if call.algorithm == "tree":
         call.run(tree.reduce(topology.rank, topology.size, root), flat)
@@ -181,8 +189,10 @@ class _Call:
         self.count, self.what, self.algorithm = 0, operation, algorithm
         try:
             self._check(array, algorithm, out)
-        except (ConfigError, TypeError) as error:
-            self.error = error if isinstance(error, ConfigError) else ConfigError(f"{operation}: {error}")
+        except (TypeError, BufferError) as error:
+            self.error = ConfigError(f"{operation}: {error}")
+        except Exception as error:      # noqa: BLE001 - whatever an argument does when it is looked at: the others must hear
+            self.error = error
 
     def expect(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
         """Notes an error unless `array` is absent or a writable array of this shape and the call's dtype."""
@@ -198,6 +208,10 @@ class _Call:
                                      f"{array.shape} of {array.dtype}")
         elif name == "out" and not is_device(array) and not array.flags.writeable:
             self.error = ConfigError(f"{self.operation}: {name} is read-only")
+
+    def require_writable(self) -> None:
+        if self.error is None and not is_device(self.array) and not self.array.flags.writeable:
+            self.error = ConfigError(f"{self.operation}: the array is read-only; pass out=, or a copy")
 
     def require_contiguous(self) -> None:
         if self.error is None and not self.array.flags.c_contiguous:
@@ -234,7 +248,7 @@ class _Call:
         self.transport.execute(steps, flat, offsets, self.op, self.what)
 
     def complete(self, request: MPI.Request) -> None:
-        self.transport.wait([request], self.what, [])
+        self.transport.wait([request], self.what)
 
     def back(self, flat: Array, result: np.ndarray) -> None:
         """What MPI left in host memory, into a device array; a host array has it already."""
@@ -254,23 +268,21 @@ class _Call:
         self.array = from_any(array)
         self.count = self.array.size
         reduction.check(self.array.dtype, self.op)
-        if not is_device(self.array) and not self.array.flags.writeable and out is None \
-                and self.operation not in ("reduce_scatter", "reduce"):
-            raise ConfigError(f"{self.operation}: the array is read-only; pass out=, or a copy")
         if not isinstance(self.root, (int, np.integer)) or not 0 <= self.root < self.topology.size:
             raise ConfigError(f"{self.operation}: root={self.root!r} is no rank of 0 to {self.topology.size - 1}")
         if out is not None:
             self._check_out(out)
         nbytes = self.count * self.array.dtype.itemsize
+        self._memory = self._which_memory(self.array if out is None else self.out)
         facts = Call(self.operation, nbytes, self.topology.map, self.order, is_device(self.array),
-                     self._every_rank_in_window())
+                     self._memory != "private", is_half(self.array.dtype))
         self.algorithm = choose(facts, algorithm)
         if self.algorithm == "system" and is_half(self.array.dtype) and self.operation in _ADDING:
             raise ConfigError(f"{self.operation}: algorithm='system' has no {self.array.dtype}: MPI knows no half types; "
                               "take another algorithm")
         shape = "x".join(map(str, self.array.shape)) or "scalar"
         self.what = (f"{self.operation} of {self.count} elements ({shape}) {self.array.dtype} op={self.op} "
-                     f"algorithm={self.algorithm} order={self.order} root={self.root}")
+                     f"algorithm={self.algorithm} order={self.order} root={self.root} memory={self._memory}")
 
     def _check_out(self, out: Any) -> None:
         self.out = from_any(out)
@@ -282,12 +294,16 @@ class _Call:
             if not same and np.shares_memory(self.out, self.array):
                 raise ConfigError(f"{self.operation}: out overlaps the array in part")
 
-    def _every_rank_in_window(self) -> bool:
-        # Every rank calls topology.empty, so one rank's array lies in a window if and only if its neighbours' does,
-        # unless they passed different arrays: the choice is part of what the ranks agree on, and that is then found.
-        if is_device(self.array) or not self.array.flags.c_contiguous:
-            return False
-        return self.node_rows(self.array.reshape(-1)) is not None
+    def _which_memory(self, array: Array) -> str:
+        """"window 3" for the array that the fourth `topology.empty` gave, else "private"; ranks must agree on it.
+
+        They would otherwise wait for each other in different ways, or read rows that the others do not mean.
+        """
+        if not is_device(array) and array.flags.c_contiguous:
+            rows = self.node_rows(array.reshape(-1))
+            if rows is not None:
+                return f"window {self.topology.resources['node-shared arrays'].index(rows)}"
+        return "private"
 
 
 _ADDING = ("all_reduce", "reduce_scatter", "reduce")

@@ -46,6 +46,8 @@ class Call:
     on_device: bool = False
     in_window: bool = False
     """The vector lives in node-shared memory."""
+    is_half: bool = False
+    """Partial sums that are sent are rounded, so an order is kept only by what rounds once."""
 
 
 def choose(call: Call, algorithm: str = "adaptive") -> str:
@@ -72,15 +74,19 @@ def why_not(call: Call, algorithm: str) -> str | None:
         return f"works inside one node, and here are {len(call.nodes.nodes)}: take 'hierarchical'"
     if algorithm == "window" and call.on_device:
         return "works on host memory, and the array is on a device"
-    if call.operation in ("all_gather", "broadcast") or keeps(algorithm, call.order, call.nodes):
+    if call.operation in ("all_gather", "broadcast") or keeps(algorithm, call.order, call.nodes, is_half=call.is_half):
         return None
     return f"does not add in order={call.order!r} over these {call.nodes.size} ranks: take 'pairwise', or order='any'"
 
 
-def keeps(algorithm: str, order: Order, nodes: NodeMap) -> bool:
-    """Whether an algorithm's additions depend on no more than `order` allows."""
+def keeps(algorithm: str, order: Order, nodes: NodeMap, *, is_half: bool = False) -> bool:
+    """Whether an algorithm's additions, and where they are rounded, depend on no more than `order` allows."""
     if order == "any" or nodes.size == 1:
         return True
+    one_level = len(nodes.nodes) in (1, nodes.size)
+    rounds_once = algorithm in ("pairwise", "window") or nodes.size == 2 or (algorithm == "hierarchical" and one_level)
+    if is_half and not rounds_once:
+        return False
     # Trees over consecutive ranks are the canonical ones where the nodes do not matter, or happen to agree.
     flat = order == "world" or canonical(nodes.nodes) == balanced(range(nodes.size))
     return {

@@ -31,6 +31,10 @@ from hpczero.topology import Topology
 
 DEFAULT_TIMEOUT_S = 600.0
 LARGEST_COUNT = 2**31 - 1
+ROLL_CALL_TAG = 0
+ROLL_CALL_S = 2.0
+"""How long a rank that stalled listens for others that stalled too; they had the same limit, and began a little later."""
+_HERE = b"h"
 
 
 class Transport:
@@ -87,30 +91,29 @@ class Transport:
             departures = [_Arrival(message, offsets) for message in step.send]
             apart = step.add or step.fold is not None
             requests: list[MPI.Request] = []
-            peers: list[int] = []
-            landing = self._post_receives(arrivals, flat, tag, apart, requests, peers)
-            kept = self._post_sends(departures, flat, tag, requests, peers)
-            self.wait(requests, what, peers)
+            landing = self._post_receives(arrivals, flat, tag, apart, requests)
+            kept = self._post_sends(departures, flat, tag, requests)
+            self.wait(requests, what)
             del kept      # Sends read these buffers until now.
             self._take_in(step, arrivals, landing, flat, op)
 
     def barrier(self, comm: MPI.Intracomm, what: str = "") -> None:
         """Returns when every rank of `comm` has called it; gives way and ends at the limit as every wait here does."""
         if comm.size > 1:
-            self.wait([comm.Ibarrier()], what, [])
+            self.wait([comm.Ibarrier()], what)
 
-    def all_gather_small(self, values: np.ndarray, what: str = "") -> np.ndarray:
-        """(size, k): the (k,) values of every rank, in rank order. For a few numbers of any plain NumPy dtype."""
+    def all_gather_small(self, values: np.ndarray, what: str = "", comm: MPI.Intracomm | None = None) -> np.ndarray:
+        """(size, k): the (k,) values of every rank, in rank order, over `topology.world` or a duplicate of it."""
         gathered = np.empty((self.topology.size, *values.shape), values.dtype)
         values = np.ascontiguousarray(values)
-        request = self.topology.world.Iallgather(
+        request = (comm or self.topology.world).Iallgather(
             [values.view(np.uint8), MPI.BYTE], [gathered.reshape(-1).view(np.uint8), MPI.BYTE]
         )
-        self.wait([request], what, [])
+        self.wait([request], what)
         return gathered
 
-    def wait(self, requests: list[MPI.Request], what: str, peers: list[int]) -> None:
-        """Completes all requests, or raises StallError after `timeout_s`; `peers` names the other end of each."""
+    def wait(self, requests: list[MPI.Request], what: str) -> None:
+        """Completes all requests, or raises StallError after `timeout_s`, naming the ranks that do not wait as well."""
         if not requests or MPI.Request.Testall(requests):
             return
         start = time.monotonic()
@@ -123,7 +126,7 @@ class Transport:
             elif polls > 2000:
                 time.sleep(100e-6)
             if polls % 16 == 0 and time.monotonic() - start > self.timeout_s:
-                raise StallError(self._stalled(requests, what, peers))
+                raise StallError(self._stalled(what))
 
     def scratch(self, name: str, nbytes: int) -> np.ndarray:
         """(nbytes,) uint8 of host memory, kept for the next call that asks for the same name."""
@@ -136,28 +139,28 @@ class Transport:
         self._scratch.clear()
 
     def _next_tag(self) -> int:
-        self._tag = (self._tag + 1) % self._last_tag
+        self._tag = self._tag % self._last_tag + 1      # 1 to last_tag; 0 is for roll calls
         return self._tag
 
     def _post_receives(self, arrivals: list[_Arrival], flat: Array, tag: int, apart: bool,
-                       requests: list[MPI.Request], peers: list[int]) -> _Landing:
+                       requests: list[MPI.Request]) -> _Landing:
         """Posts every receive: straight into `flat` where that is possible, else into rows of scratch memory."""
         landing = _Landing(self, flat, arrivals, apart)
         if not landing.staged:
             synchronize(flat)      # kernels that still read or write it must not meet MPI's writes
         for index, arrival in enumerate(arrivals):
-            self._chunks(self.topology.world.Irecv, landing.buffer(index), arrival.peer, tag, requests, peers)
+            self._chunks(self.topology.world.Irecv, landing.buffer(index), arrival.peer, tag, requests)
         return landing
 
     def _post_sends(self, departures: list[_Arrival], flat: Array, tag: int,
-                    requests: list[MPI.Request], peers: list[int]) -> list[Array]:
+                    requests: list[MPI.Request]) -> list[Array]:
         node_of = self.topology.node_of
         home = node_of[self.topology.rank]
         kept = []
         for departure in departures:
             buffer = self._packed(departure, flat)
             kept.append(buffer)
-            self._chunks(self.topology.world.Isend, buffer, departure.peer, tag, requests, peers)
+            self._chunks(self.topology.world.Isend, buffer, departure.peer, tag, requests)
             link = "node" if node_of[departure.peer] == home else "network"
             self.bytes_sent[link] += departure.count * flat.dtype.itemsize
         return kept
@@ -177,12 +180,11 @@ class Transport:
         synchronize(buffer)
         return buffer
 
-    def _chunks(self, post: Any, buffer: Array, peer: int, tag: int, requests: list, peers: list[int]) -> None:
+    def _chunks(self, post: Any, buffer: Array, peer: int, tag: int, requests: list[MPI.Request]) -> None:
         raw = buffer.view(np.uint8)
         for start in range(0, raw.size, self.max_count):
             part = raw[start:start + self.max_count]
             requests.append(post([part, part.size, MPI.BYTE], peer, tag))
-            peers.append(peer)
 
     def _take_in(self, step: Step, arrivals: list[_Arrival], landing: _Landing, flat: Array, op: str) -> None:
         if step.fold is not None:
@@ -215,15 +217,29 @@ class Transport:
         for place, (lo, hi) in mine.placed():
             copy(flat[lo:hi], result[place:place + hi - lo])
 
-    def _stalled(self, requests: list[MPI.Request], what: str, peers: list[int]) -> str:
-        missing = sorted({
-            peer for peer, request in zip(peers, requests, strict=False) if request != MPI.REQUEST_NULL
-        })
-        names = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
+    def _stalled(self, what: str) -> str:
         topology = self.topology
+        absent = self._roll_call()
+        names = f"rank {', '.join(map(str, absent))}" if absent else "all ranks wait, for each other:"
         return (f"rank {topology.rank} of {topology.size} on {socket.gethostname()}: {what or 'a collective'}: no word "
                 f"from {names} for {self.timeout_s:g} s; it may have died, or have left the order of calls that the "
                 "other ranks follow")
+
+    def _roll_call(self) -> list[int]:
+        """The ranks that do not wait as this one does: whoever stalls tells all others, and listens for them."""
+        world = self.topology.world
+        others = set(range(world.size)) - {world.rank}
+        for other in others:
+            world.Isend([_HERE, MPI.BYTE], other, ROLL_CALL_TAG)
+        end = time.monotonic() + ROLL_CALL_S
+        while others and time.monotonic() < end:
+            status = MPI.Status()
+            if world.Iprobe(MPI.ANY_SOURCE, ROLL_CALL_TAG, status):
+                world.Recv([bytearray(1), MPI.BYTE], status.source, ROLL_CALL_TAG)
+                others.discard(status.source)
+            else:
+                time.sleep(0.001)
+        return sorted(others)
 
 
 class _Arrival:
@@ -262,7 +278,6 @@ class _Landing:
         else:
             raw = transport.scratch("arrivals", num_rows * stride * dtype.itemsize)
             self._rows = raw.view(dtype).reshape(num_rows, stride)
-        self._on_device: Array | None = None
 
     def buffer(self, index: int) -> Array:
         arrival = self.arrivals[index]

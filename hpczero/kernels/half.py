@@ -12,6 +12,7 @@ import numba
 import numpy as np
 from numba import cuda
 
+from hpczero.kernels import cpu_loop
 from hpczero.kernels.reduce import BLOCK, MIN, PROD, SUM
 
 FP16, BF16 = range(2)
@@ -59,8 +60,12 @@ def _combined(a, b, op):
     if op == PROD:
         return a * b
     if op == MIN:
-        return a if a < b or a != a else b
-    return a if a > b or a != a else b
+        if a < b or a != a:
+            return a
+        return b if b < a or b != b or a != a - a else -(-a + -b)
+    if a > b or a != a:
+        return a
+    return b if b > a or b != b or a != a - a else a + b
 
 
 _decode_cpu, _decode_cuda = numba.njit(error_model="numpy")(_decode), cuda.jit(device=True)(_decode)
@@ -68,21 +73,21 @@ _encode_cpu, _encode_cuda = numba.njit(error_model="numpy")(_encode), cuda.jit(d
 _combined_cpu, _combined_cuda = numba.njit(error_model="numpy")(_combined), cuda.jit(device=True)(_combined)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def combine(mine, arrived, kind, op):
     """mine[i] = mine[i] op arrived[i] in float32, rounded; two 1-D uint16 arrays of half bits."""
     for i in range(mine.size):
         mine[i] = _encode_cpu(_combined_cpu(_decode_cpu(mine[i], kind), _decode_cpu(arrived[i], kind), op), kind)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def divide(mine, kind, divisor):
     """mine[i] = mine[i] / divisor, rounded; divisor float32."""
     for i in range(mine.size):
         mine[i] = _encode_cpu(_decode_cpu(mine[i], kind) / divisor, kind)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def fold(rows, instructions, stack, kind, op, first, out):
     """As `reduce.fold`, over rows of half bits: uint16 rows and `out`, a float32 `stack`, instructions of single rows."""
     for start in range(0, out.size, BLOCK):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numba
 from numba import cuda
 
+from hpczero.kernels import cpu_loop
+
 
 def _scaled(x, weight):
     return weight * x
@@ -16,14 +18,14 @@ def _scaled(x, weight):
 _scaled_cpu, _scaled_cuda = numba.njit(error_model="numpy")(_scaled), cuda.jit(device=True)(_scaled)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def write_scaled(into, x, weight):
     """into[i] = weight * x[i]; 1-D of one dtype, `weight` too."""
     for i in range(into.size):
         into[i] = _scaled_cpu(x[i], weight)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def add_scaled(into, x, weight):
     """into[i] += weight * x[i]."""
     for i in range(into.size):

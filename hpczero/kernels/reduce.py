@@ -8,13 +8,15 @@ a node does with its window, and an owner with the contributions it was sent. Re
 `fold` runs the tree as a stack machine over blocks of 2048 elements, which stay in the first-level cache, and takes up to
 four rows in one pass. On a device the same tree becomes a chain of `combine`s over scratch rows.
 
-Integers wrap around, as in NumPy. Minimum and maximum hand a NaN on. Half types: see `half`.
+Integers wrap around, as in NumPy. Minimum and maximum hand a NaN on, and take -0 for less than +0. Half types: see `half`.
 """
 
 from __future__ import annotations
 
 import numba
 from numba import cuda
+
+from hpczero.kernels import cpu_loop
 
 SUM, PROD, MIN, MAX = range(4)
 OPS = {"sum": SUM, "prod": PROD, "min": MIN, "max": MAX}
@@ -31,11 +33,16 @@ def _prod(a, b):
 
 
 def _min(a, b):
-    return a if a < b or a != a else b
+    # Of +0 and -0 always the negative, so that it does not matter which of two ranks came first.
+    if a < b or a != a:
+        return a
+    return b if b < a or b != b or a != a - a else -(-a + -b)
 
 
 def _max(a, b):
-    return a if a > b or a != a else b
+    if a > b or a != a:
+        return a
+    return b if b > a or b != b or a != a - a else a + b
 
 
 _sum_cpu, _sum_cuda = numba.njit(error_model="numpy")(_sum), cuda.jit(device=True)(_sum)
@@ -44,7 +51,7 @@ _min_cpu, _min_cuda = numba.njit(error_model="numpy")(_min), cuda.jit(device=Tru
 _max_cpu, _max_cuda = numba.njit(error_model="numpy")(_max), cuda.jit(device=True)(_max)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def combine(mine, arrived, op):
     """mine[i] = mine[i] op arrived[i]; two 1-D arrays of one dtype that do not overlap."""
     if op == SUM:
@@ -61,7 +68,7 @@ def combine(mine, arrived, op):
             mine[i] = _max_cpu(mine[i], arrived[i])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def fold(rows, instructions, stack, op, first, out):
     """out = the rows[:, first:first + out.size], combined in the order of `instructions`.
 
@@ -104,25 +111,25 @@ def fold(rows, instructions, stack, op, first, out):
         _load(stack[0, :hi - lo], out[start:stop])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def _load(a, into):
     for i in range(into.size):
         into[i] = a[i]
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def _load_sum2(a, b, into):
     for i in range(into.size):
         into[i] = _sum_cpu(a[i], b[i])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def _load_sum3(a, b, c, into):
     for i in range(into.size):
         into[i] = _sum_cpu(_sum_cpu(a[i], b[i]), c[i])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def _load_sum4(a, b, c, d, into):
     for i in range(into.size):
         into[i] = _sum_cpu(_sum_cpu(a[i], b[i]), _sum_cpu(c[i], d[i]))
@@ -148,7 +155,7 @@ def _quotient(a, divisor):
 _quotient_cpu, _quotient_cuda = numba.njit(error_model="numpy")(_quotient), cuda.jit(device=True)(_quotient)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def divide(mine, divisor):
     """mine[i] = mine[i] / divisor: a mean is a sum, divided once; `divisor` of the array's dtype."""
     for i in range(mine.size):

@@ -37,6 +37,10 @@ class Model:
         for name in names:
             if (count := names.count(name)) > 1:
                 raise ConfigError(f"model: {count} layers are called {name!r}; each needs a name of its own")
+        for name, layer in self.layers:
+            missing = [part for part in ("shapes", "init", "forward", "backward") if not hasattr(layer, part)]
+            if missing:
+                raise ConfigError(f"model: layer {name!r} ({type(layer).__name__}) has no {' and no '.join(missing)}")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -76,6 +80,9 @@ class Model:
         """
         for (name, layer), kept in zip(reversed(self.layers), reversed(saved), strict=True):
             dy, grads = layer.backward(params_of(layer, name, params), kept, dy)
+            if grads.keys() != layer.shapes.keys():
+                raise ConfigError(f"model: backward of layer {name!r} gave gradients of {sorted(grads)}, its parameters are "
+                                  f"{sorted(layer.shapes)}")
             for short in reversed(layer.shapes):
                 yield f"{name}.{short}", grads[short]
 

@@ -16,6 +16,7 @@ from numba import cuda
 
 from hpczero.arrays import Array, is_device, launch
 from hpczero.errors import ConfigError
+from hpczero.kernels import cpu_loop
 from hpczero.optim.checks import at_least_zero, below_one, positive
 
 
@@ -65,7 +66,7 @@ def _element(p, g, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, 
 _on_cpu, _on_cuda = numba.njit(error_model="numpy")(_element), cuda.jit(device=True)(_element)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def adamw_cpu(p, g, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, lr, eps, decay):
     for i in range(p.size):
         p[i], m[i], v[i] = _on_cpu(p[i], g[i], m[i], v[i], scale, beta1, rest1, beta2, rest2, correct1, correct2, lr, eps,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from hpczero.errors import ConfigError
 
 
@@ -21,6 +23,6 @@ def below_one(owner: Any, name: str, value: Any) -> None:
 
 
 def _require(owner: Any, name: str, value: Any, holds: Any, allowed: str) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not holds(value):
         raise ConfigError(f"{type(owner).__name__}: {name}={value!r}; a number {allowed} is needed")

@@ -21,6 +21,7 @@ import numpy as np
 from numba import cuda
 
 from hpczero.arrays import Array, is_device, launch, namespace, to_host
+from hpczero.kernels import cpu_loop
 
 LEAF = 16
 LEAVES = 64
@@ -165,7 +166,7 @@ def _node_sum(x, first, count, scratch):
 _node_sum_cpu, _node_sum_cuda = numba.njit(error_model="numpy")(_node_sum), cuda.jit(device=True)(_node_sum)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def squares_cpu(x, first, count, sums, scratch):
     for i in range(sums.size):
         sums[i] = _node_sum_cpu(x, first[i], count[i], scratch)
@@ -178,7 +179,7 @@ def squares_cuda(x, first, count, sums):
         sums[i] = _node_sum_cuda(x, first[i], count[i], scratch)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def _merge(parameters, levels, starts, sums):
     out_parameters, out_levels = np.empty_like(parameters), np.empty_like(levels)
     out_starts, out_sums = np.empty_like(starts), np.empty_like(sums)
@@ -195,7 +196,7 @@ def _merge(parameters, levels, starts, sums):
     return out_parameters[:top + 1], out_levels[:top + 1], out_starts[:top + 1], out_sums[:top + 1]
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def _add_from_the_right(parameters, sums, total):
     for i in range(sums.size - 1, -1, -1):
         total[parameters[i]] = sums[i] + total[parameters[i]]

@@ -14,6 +14,7 @@ from numba import cuda
 
 from hpczero.arrays import Array, is_device, launch
 from hpczero.errors import ConfigError
+from hpczero.kernels import cpu_loop
 from hpczero.optim.checks import at_least_zero, below_one
 
 
@@ -68,13 +69,13 @@ _plain_cpu, _plain_cuda = numba.njit(error_model="numpy")(_plain), cuda.jit(devi
 _momentum_cpu, _momentum_cuda = numba.njit(error_model="numpy")(_momentum), cuda.jit(device=True)(_momentum)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def sgd_cpu(p, g, scale, lr, decay):
     for i in range(p.size):
         p[i] = _plain_cpu(p[i], g[i], scale, lr, decay)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop()
 def momentum_cpu(p, g, b, scale, momentum, ahead, along, lr, decay):
     for i in range(p.size):
         p[i], b[i] = _momentum_cpu(p[i], g[i], b[i], scale, momentum, ahead, along, lr, decay)

@@ -51,8 +51,15 @@ def fill(flat: Array, values: Mapping[str, Any], layout: Layout, names: tuple[st
 
 
 def put(into: Array, gradient: Array, weight: float, *, add: bool) -> None:
-    """into = weight * gradient, or += with `add`; `gradient` of any layout and floating dtype, cast first."""
+    """into = weight * gradient, or += with `add`; `gradient` of any layout and floating dtype, cast first.
+
+    With weight 0 the gradient is not looked at: the mean over no samples is NaN, and must not reach the others.
+    """
     kind = into.dtype
+    if weight == 0:
+        if not add:
+            into[...] = 0
+        return
     if is_device(into):
         source = gradient if is_device(gradient) else namespace(into).asarray(gradient)
         source = namespace(into).ascontiguousarray(source.astype(kind, copy=False)).reshape(-1)

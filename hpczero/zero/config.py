@@ -27,4 +27,5 @@ class ZeroConfig(Settings):
     stages 1 to 3, never at stage 0 (where every rank writes every element) nor on a device."""
 
     comm_timeout_ms: Annotated[int, Field(gt=0)] = 600_000
-    """How long a rank waits for the others before it says who is missing."""
+    """How long a rank waits for the others before it says who is missing. Holds for all that use the same topology, from
+    the last to set it."""

@@ -2,8 +2,9 @@
 
 Rajbhandari et al., SC 2020, section 5.3. The engine runs the layers itself, since it must know when one is used: before a
 layer's forward or backward pass its parameters are gathered from all ranks into one buffer, and the next layer takes their
-place. Its gradients are reduce-scattered as soon as the layer's backward pass has produced them. Per step each parameter
-is gathered twice and each gradient reduced once: 1.5 times the traffic of stage 2, for 1 / ranks of the memory.
+place (the last one of the forward pass is still there for the backward pass). Its gradients are reduce-scattered as soon as
+the layer's backward pass has produced them. Per step each parameter is gathered twice and each gradient reduced once: 1.5
+times the traffic of stage 2, for 1 / ranks of the memory.
 
 On a host the gathered layer is one copy per node, which its ranks fill together; layers get read-only views of it. A layer
 must therefore not keep a parameter between forward and backward: it is handed its parameters both times.
@@ -26,7 +27,7 @@ from hpczero.collectives.exchange import flat_of
 from hpczero.collectives.guard import agree
 from hpczero.collectives.transport import Transport
 from hpczero.device import Device
-from hpczero.errors import ConfigError, MismatchError
+from hpczero.errors import ConfigError, HpczeroError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.topology import Topology, as_topology
@@ -42,6 +43,7 @@ from hpczero.zero.placement import (
 )
 from hpczero.zero.step import (
     ACCUMULATE,
+    FORWARD,
     STEP,
     Meter,
     Rounds,
@@ -103,7 +105,7 @@ class Zero3Engine:
         self.layers = tuple(layers)
         try:
             arrays, self.dtype, self.device = self._agreed(params, optimizer, device)
-        except (ConfigError, MismatchError):
+        except HpczeroError:
             if self._owns_topology:
                 self.topology.close()      # every rank is here
             raise
@@ -124,15 +126,22 @@ class Zero3Engine:
     def forward(self, x: Any, *, train: bool = True) -> Any:
         """The output of the last layer for this rank's inputs (of which there may be none, with 0 rows).
 
-        With `train=False` nothing is kept for `backward`.
+        With `train=False` nothing is kept for `backward`. An error in a layer's forward pass is raised on every rank.
         """
         refuse_closed(self._closed, "this Zero3Engine")
-        saved = []
+        saved, error = [], None
         with self._meter:
+            # Layers are gathered together: who calls something else must be found out before the first of them.
+            self._meet(0.0, None, FORWARD)
             for name, layer in self.layers:
-                x, kept = layer.forward(self._gathered(name, layer), x)
-                if train:
-                    saved.append(kept)
+                params = self._gathered(name, layer)
+                try:
+                    if error is None:
+                        x, kept = layer.forward(params, x)
+                        saved.append(kept)
+                except Exception as wrong:      # noqa: BLE001 - the other ranks go on gathering, and must hear at the end
+                    error = wrong
+            self._meet(0.0, error, FORWARD)
         if train:
             self.saved = saved
         return x
@@ -171,7 +180,7 @@ class Zero3Engine:
         except ConfigError as wrong:
             error = wrong
         with self._meter:
-            self._rounds.meet(STEP, 0.0, error, lr)
+            self._meet(0.0, error, STEP, lr)
             reason, grad_norm, coefficient, scale = self._updater.decide(self._slots.shards, self._rounds.weight)
         if not reason:
             self._updater.apply(self._shards, self._slots.shards, slice(None), scale=scale, lr=lr)
@@ -217,16 +226,19 @@ class Zero3Engine:
         self._closed = True
         self.saved = None
         self._arena.close()
+        self._rounds.close()
         if self._owns_topology:
             self.topology.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # After an error other ranks may never come to a collective free: leave it to the end of the job.
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
             self.close()
+        elif not self._closed:
+            # Others may never come to a collective free: that is left to the end of the job. But they must hear of it.
+            self._rounds.leave(error)
 
     def _agreed(self, params: Any, optimizer: Any, device: Device | None) -> tuple[dict[str, Array], np.dtype, Device]:
         error, call = None, ""
@@ -239,6 +251,10 @@ class Zero3Engine:
                 raise ConfigError(f"Zero3Engine is stage 3, and the settings say stage={self.config.stage}: take "
                                   "ZeroOptimizer")
             shares(self.config, found)
+            full_names = [name for name, _ in _shapes(self.layers)]
+            twice = {name for name in full_names if full_names.count(name) > 1}
+            if twice or len(dict(self.layers)) < len(self.layers):
+                raise ConfigError(f"layers: names must differ; twice there are {sorted(twice) or 'layers of one name'}")
             for name, shape in _shapes(self.layers):
                 if name not in arrays:
                     raise ConfigError(f"params has no {name!r}, which a layer needs")
@@ -250,7 +266,7 @@ class Zero3Engine:
                     raise ConfigError(f"params has {name!r}, which no layer has")
             listed = ", ".join(f"{name}{tuple(shape)}" for name, shape in wanted.items())
             call = f"Zero3Engine with {optimizer}, {self.config!r}, {dtype} on {found.kind}, layers {listed}"
-        except ConfigError as wrong:
+        except Exception as wrong:      # noqa: BLE001 - whatever an argument does when it is looked at: the others must hear
             error = wrong
         agree(self._transport, call, error)
         return arrays, dtype, found
@@ -325,10 +341,10 @@ class Zero3Engine:
                 raise ConfigError(f"layer {name!r} gave a gradient of {short!r}, which is none of its parameters")
             put(places[full].reshape(-1), checked_gradient(full, gradient, places[full].shape), weight, add=False)
 
-    def _meet(self, weight: float, error: Exception | None) -> None:
-        """All ranks are in `backward`; after an error on any of them, all raise, and what this step had is dropped."""
+    def _meet(self, weight: float, error: Exception | None, call: float = ACCUMULATE, lr: float | None = None) -> None:
+        """All ranks are in the same call; after an error on any of them all raise, and what this step had is dropped."""
         try:
-            self._rounds.meet(ACCUMULATE, weight, error)
+            self._rounds.meet(call, weight, error, lr)
         except Exception:
             self._slots.restart()
             self._rounds.restart()

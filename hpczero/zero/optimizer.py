@@ -31,7 +31,7 @@ from hpczero.collectives.exchange import flat_of
 from hpczero.collectives.guard import agree
 from hpczero.collectives.transport import Transport
 from hpczero.device import Device
-from hpczero.errors import ConfigError, MismatchError
+from hpczero.errors import ConfigError, HpczeroError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.topology import Topology, as_topology
@@ -110,7 +110,7 @@ class ZeroOptimizer:
         self._closed = False
         try:
             arrays, dtype, self.device = _agreed(params, optimizer, self._transport, self.config, device)
-        except (ConfigError, MismatchError):
+        except HpczeroError:
             if self._owns_topology:
                 self.topology.close()      # every rank is here
             raise
@@ -138,6 +138,8 @@ class ZeroOptimizer:
         if self._gradients is None:
             raise ConfigError("stage 2 keeps no whole gradient to write into: pass gradients to accumulate(), all at once "
                               "or as (name, array) pairs while backward produces them; or take stage 1")
+        if not self._by_hand and not self._accumulated:
+            flat_of(self._gradients)[...] = 0      # the sums of steps before would be taken for gradients
         self._by_hand = True
         return dict(self._gradient_views)
 
@@ -194,7 +196,7 @@ class ZeroOptimizer:
         except ConfigError as wrong:
             error = wrong
         with self._meter:
-            self._rounds.meet(STEP, 1.0 if by_hand else 0.0, error, lr)
+            self._meet(1.0 if by_hand else 0.0, error, STEP, lr)
             gradients = self._reduced(by_hand)
             reason, grad_norm, coefficient, scale = self._updater.decide(gradients, self._rounds.weight)
             if not reason:
@@ -247,16 +249,19 @@ class ZeroOptimizer:
         self._closed = True
         self.params = {}
         self._arena.close()
+        self._rounds.close()
         if self._owns_topology:
             self.topology.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # After an error other ranks may never come to a collective free: leave it to the end of the job.
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
             self.close()
+        elif not self._closed:
+            # Others may never come to a collective free: that is left to the end of the job. But they must hear of it.
+            self._rounds.leave(error)
 
     def _allocate(self, optimizer: Optimizer) -> None:
         """What the placement table says: parameters, gradients (whole, or slots and shards), states."""
@@ -282,10 +287,10 @@ class ZeroOptimizer:
         in_forward_order = list(arrays)
         self.params = views(flat, self.layout, in_forward_order, writable=not self.shared)
 
-    def _meet(self, weight: float, error: Exception | None) -> None:
-        """All ranks are in `accumulate`; after an error on any of them, all raise, and what this step had is dropped."""
+    def _meet(self, weight: float, error: Exception | None, call: float = ACCUMULATE, lr: float | None = None) -> None:
+        """All ranks are in the same call; after an error on any of them all raise, and what this step had is dropped."""
         try:
-            self._rounds.meet(ACCUMULATE, weight, error)
+            self._rounds.meet(call, weight, error, lr)
         except Exception:
             self._restart()
             raise
@@ -427,7 +432,7 @@ def _agreed(params: Any, optimizer: Any, transport: Transport, config: ZeroConfi
         shares(config, found)
         listed = ", ".join(f"{name}{tuple(array.shape)}" for name, array in arrays.items())
         call = f"ZeroOptimizer with {optimizer}, {config!r}, {dtype} on {found.kind}, parameters {listed}"
-    except ConfigError as wrong:
+    except Exception as wrong:      # noqa: BLE001 - whatever an argument does when it is looked at: the others must hear
         error = wrong
     agree(transport, call, error)
     return arrays, dtype, found

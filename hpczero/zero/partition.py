@@ -77,7 +77,7 @@ def _validate_rank(rank: int, world_size: int) -> int:
 def _integer(name: str, value: object, allowed: str) -> int:
     # bool is an int to Python, but a stage of True is a slip; operator.index takes NumPy's integers and refuses 2.0.
     try:
-        if isinstance(value, bool):
+        if isinstance(value, (bool, np.bool_)):
             raise TypeError
         return operator.index(value)
     except TypeError:

@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from hpczero.arrays import Array, to_host
 from hpczero.collectives import pairwise
 from hpczero.collectives.transport import Transport
-from hpczero.errors import ConfigError, HpczeroError, MismatchError, raise_together
+from hpczero.errors import ConfigError, HpczeroError, MismatchError, StallError, raise_together
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.optim.norms import GlobalNorm, PartialNorms, Piece, clip_coefficient, norm
+from hpczero.topology import refuse_finalised
 from hpczero.zero.layout import Layout
 
 _log = logging.getLogger("hpczero.zero")
 
-ACCUMULATE, STEP = 1.0, 2.0
-_CALLS = {ACCUMULATE: "accumulate()", STEP: "step()"}
+ACCUMULATE, STEP, FORWARD, LEFT = 1.0, 2.0, 3.0, 4.0
+_CALLS = {ACCUMULATE: "accumulate() or backward()", STEP: "step()", FORWARD: "forward()"}
+FAREWELL_S = 3.0
+"""How long a rank that leaves with an exception waits for the others to hear of it; its traceback waits as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +61,68 @@ class StepReport:
 
 
 class Rounds:
-    """Keeps the ranks in the same call: every `accumulate` and `step` begins or ends with one small exchange."""
+    """Keeps the ranks in the same call: every one begins or ends with a small exchange, in which errors spread.
+
+    A rank that leaves its `with` block with an exception takes part once more, to say so; the others would wait for it
+    until their limit.
+    """
 
     def __init__(self, transport: Transport):
         self._transport = transport
+        # Of its own, so that a call here and a collective of the caller's never meet.
+        self._comm = transport.topology.world.Dup()
+        self._all_know = False
+        self._farewell: tuple | None = None
         self.weight = 0.0
         """Sum of the weights of all ranks since the last step; the same on every rank."""
 
     def meet(self, call: float, weight: float, error: Exception | None, lr: float | None = None) -> None:
         """Every rank is in `call`, with the same `lr`, and none has an error; else all raise. Adds up the weights."""
+        self._all_know = False
         mine = [call, weight, float(error is not None), -1.0 if lr is None else lr]
-        met = self._transport.all_gather_small(np.array(mine), _CALLS[call])
+        met = self._transport.all_gather_small(np.array(mine), _CALLS[call], self._comm)
+        self._all_know = True      # what is raised from here on is raised on all ranks
+        self._refuse_mixed_calls(met)
         if met[:, 2].any():
             raise_together(self._transport.topology.world, error)
-        if (met[:, 0] != met[0, 0]).any():
-            calls = [_CALLS[value] for value in met[:, 0]]
-            odd = next(rank for rank, name in enumerate(calls) if name != calls[0])
-            raise MismatchError(f"rank {odd} of {len(calls)} is in {calls[odd]} while rank 0 is in {calls[0]}: every rank "
-                                "calls accumulate() equally often per step, with weight=0 where it has no samples")
         if (met[:, 3] != met[0, 3]).any():
             odd = int(np.argmax(met[:, 3] != met[0, 3]))
             raise MismatchError(f"rank {odd} of {len(met)} calls step(lr={met[odd, 3]:g}), rank 0 step(lr={met[0, 3]:g}); "
                                 "every rank passes the same (-1 stands for none)")
         for value in met[:, 1].tolist():      # in rank order, so that every rank has the same bits
             self.weight += value
+        self._all_know = False
+
+    def leave(self, error: BaseException) -> None:
+        """Called on the way out with an exception that the other ranks need not have seen; waits a moment at most."""
+        if self._all_know or isinstance(error, StallError) or MPI.Is_finalized():
+            return
+        # The buffers stay with this object: the exchange may complete after the wait was given up.
+        mine, met = np.array([LEFT, 0.0, 1.0, -1.0]), np.empty((self._comm.size, 4))
+        request = self._comm.Iallgather([mine.view(np.uint8), MPI.BYTE], [met.reshape(-1).view(np.uint8), MPI.BYTE])
+        self._farewell = mine, met, request
+        start = time.monotonic()
+        while not request.Test() and time.monotonic() - start < FAREWELL_S:
+            time.sleep(0.001)
 
     def restart(self) -> None:
         self.weight = 0.0
+
+    def close(self) -> None:
+        """Called by every rank."""
+        self._comm.Free()
+
+    @staticmethod
+    def _refuse_mixed_calls(met: np.ndarray) -> None:
+        gone = [rank for rank, call in enumerate(met[:, 0]) if call == LEFT]
+        if gone:
+            raise HpczeroError(f"rank {gone[0]} of {len(met)} left its `with` block with an exception, which it shows "
+                               "itself; the other ranks cannot go on without it")
+        if (met[:, 0] != met[0, 0]).any():
+            calls = [_CALLS[value] for value in met[:, 0]]
+            odd = next(rank for rank, name in enumerate(calls) if name != calls[0])
+            raise MismatchError(f"rank {odd} of {len(calls)} is in {calls[odd]} while rank 0 is in {calls[0]}: every rank "
+                                "calls these equally often per step, with weight=0 where it has no samples")
 
 
 class Meter:
@@ -163,7 +203,7 @@ class Updater:
         if reason:
             self.skipped += 1
             if self._transport.topology.rank == 0:
-                _log.warning("step %d skipped (%d so far): %s", self.step + 1, self.skipped, reason)
+                _log.warning("step %d skipped (%d so far): %s", self.step + self.skipped, self.skipped, reason)
             return reason, grad_norm, 1.0, 0.0
         self.step += 1
         coefficient = clip_coefficient(grad_norm, self.max_norm)
@@ -201,3 +241,4 @@ def checked_lr(lr: Any) -> float | None:
 def refuse_closed(is_closed: bool, what: str) -> None:
     if is_closed:
         raise HpczeroError(f"{what} was closed: its memory is gone; nothing can be called on it any more")
+    refuse_finalised()

@@ -337,7 +337,7 @@ def test_more_calls_than_tags_never_run_out_of_tags(comm):
             array = np.ones(3)
             all_reduce(array, topology, algorithm="tree")
             assert array[0] == comm.size
-        assert 0 < transport._tag < 100
+        assert 0 < transport._tag <= 100
 
 
 def test_staging_larger_than_its_window_goes_in_slices(comm, monkeypatch):
@@ -367,6 +367,54 @@ def test_a_rank_that_never_calls_is_named_after_the_time_limit(comm):
             all_reduce(np.zeros(4), topology)
             raised = False
         except StallError as error:
-            raised = "all_reduce" in str(error)
+            raised = "all_reduce" in str(error) and f"no word from rank {comm.size - 1} for" in str(error)
     check_everywhere(comm, raised, "no StallError")
     # The topology is left as it is: a collective nobody finished cannot be closed together.
+
+
+def test_the_smaller_zero_is_the_negative_one_on_every_rank_by_every_algorithm(comm, topologies, findings):
+    for topology, dtype in itertools.product(topologies, (np.float32, np.float16)):
+        mine = np.array([0.0 if comm.rank == 0 else -0.0, -0.0 if comm.rank == 0 else 0.0, 0.0, -0.0], dtype)
+        mixed = comm.size > 1
+        for name in algorithms("all_reduce", topology):
+            if name == "system":
+                continue
+            small, large = mine.copy(), mine.copy()
+            all_reduce(small, topology, op="min", algorithm=name)
+            all_reduce(large, topology, op="max", algorithm=name)
+            findings.check(np.signbit(small).tolist() == [mixed, True, False, True], f"{name} min {small}")
+            findings.check(np.signbit(large).tolist() == [False, not mixed, False, True], f"{name} max {large}")
+
+
+def test_half_sums_in_canonical_order_have_the_same_bits_by_every_algorithm_that_claims_it(comm, topologies, findings):
+    rows = np.random.default_rng(3).standard_normal((comm.size, 501)).astype(np.float16)
+    for topology in topologies:
+        expected = in_order(canonical(topology.map.nodes), rows.astype(np.float32)).astype(np.float16)
+        for name in ("adaptive", *selection.ALGORITHMS["all_reduce"]):
+            facts = selection.Call("all_reduce", 0, topology.map, "canonical", is_half=True)
+            if name == "adaptive" or selection.why_not(facts, name) is None:
+                array = rows[comm.rank].copy()
+                all_reduce(array, topology, algorithm=name, order="canonical")
+                findings.check(array.tobytes() == expected.tobytes(), f"{name} {topology}")
+
+
+def test_arrays_of_different_windows_or_of_none_are_a_mismatch(comm):
+    if comm.size == 1:
+        return
+    with Topology(comm) as topology:
+        first, second = topology.empty(8), topology.empty(8)
+        for mine in ((first if comm.rank == 0 else second), (first if comm.rank == 0 else np.zeros(8, np.float32))):
+            with pytest.raises(MismatchError, match="window"):
+                all_reduce(mine, topology, algorithm="window")
+
+
+def test_read_only_arrays_are_refused_on_every_rank_where_they_would_be_written(comm, topologies):
+    fixed = np.zeros(100)
+    fixed.flags.writeable = comm.rank != 0
+    for call in (lambda: reduce_scatter(fixed, topologies[0]), lambda: reduce(fixed, topologies[0], root=0),
+                 lambda: broadcast(fixed, topologies[0])):
+        with pytest.raises(ConfigError, match="read-only"):
+            call()
+    shard = shard_slice(100, comm.rank, comm.size)
+    reduce_scatter(fixed, topologies[0], out=np.empty(shard.stop - shard.start))
+    reduce(fixed, topologies[0], root=0, out=np.empty(100))

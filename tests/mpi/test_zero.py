@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def node_maps(size):
-    maps = [None, list(range(size)), [rank % 2 for rank in range(size)]]
+    maps = [None, list(range(size)), [rank % 2 for rank in range(size)], [0, *[1] * (size - 1)]]
     if size == 5:
         maps.append([0, 0, 1, 1, 2])
     return maps[:1] if size == 1 else maps
@@ -512,6 +512,50 @@ def test_the_report_counts_the_bytes_of_the_step(comm):
         # Each element is read from every neighbour's row once, and shared parameters need no copy.
         check_everywhere(comm, read == (comm.size - 1) * n * 4, f"{read}")
         zero.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nan_gradients_of_no_samples_are_not_looked_at(comm, stage):
+    with Topology(comm) as topology:
+        zero = build(stage, values(SHAPES, 0), OPTIMIZERS[0], topology)
+        nothing = {name: np.full(shape, np.nan, np.float32) for name, shape in SHAPES.items()}
+        zero.accumulate(values(SHAPES, 1) if comm.rank == 0 else nothing, weight=float(comm.rank == 0))
+        check_everywhere(comm, zero.step().applied, "skipped")
+        zero.close()
+
+
+def test_a_mismatch_that_was_caught_leaves_nothing_behind(comm):
+    if comm.size == 1:
+        return
+    gradients = values(SHAPES, comm.rank)
+    with Topology(comm) as topology:
+        results = []
+        for stumble in (True, False):
+            zero = build(1, values(SHAPES, 0), OPTIMIZERS[0], topology)
+            if stumble:
+                zero.accumulate(gradients)
+                with pytest.raises(MismatchError):
+                    zero.step() if comm.rank == 0 else zero.accumulate(gradients)
+            zero.accumulate(gradients)
+            results.append((zero.step().grad_norm, zero.full_parameters()))
+            zero.close()
+        fine = results[0][0] == results[1][0] and same_bits(results[0][1], results[1][1])
+        check_everywhere(comm, fine, f"{results[0][0]} {results[1][0]}")
+
+
+def test_gradient_views_taken_late_start_at_zero(comm):
+    with Topology(comm) as topology:
+        zero = build(1, values(SHAPES, 0), SGD(lr=1.0), topology)
+        zero.accumulate(values(SHAPES, 1))
+        zero.step()
+        check_everywhere(comm, not any(view.any() for view in zero.grads.values()), "old sums")
+        zero.close()
+
+
+def test_layers_of_one_name_are_refused(comm):
+    layer = OneParameter((3,), Source(), "l")
+    with pytest.raises(ConfigError, match="names must differ"):
+        Zero3Engine([("l", layer), ("l", layer)], {"l.w": np.zeros(3)}, AdamW(), comm)
 
 
 def test_a_closed_optimizer_says_so(comm):

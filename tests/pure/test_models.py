@@ -306,3 +306,22 @@ def test_two_layers_of_one_name_are_refused():
 def test_a_model_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         gpt().layers = ()
+
+
+def test_a_layer_without_a_method_or_with_gradients_of_other_names_is_named():
+    class Half:
+        shapes = {"w": (2,)}
+
+        def forward(self, params, x):
+            return x, None
+
+        def backward(self, params, saved, dy):
+            return dy, {"v": np.zeros(2)}
+
+    with pytest.raises(ConfigError, match=r"layer 'one' \(Half\) has no init"):
+        Model(layers=(("one", Half()),), loss=lambda y, target: (0.0, y))
+    Half.init = lambda self, rng, dtype: {"w": np.zeros(2, dtype)}
+    model = Model(layers=(("one", Half()),), loss=lambda y, target: (0.0, y))
+    y, saved = model.forward({"one.w": np.zeros(2)}, np.zeros(2))
+    with pytest.raises(ConfigError, match=r"backward of layer 'one' gave gradients of \['v'\]"):
+        list(model.backward({"one.w": np.zeros(2)}, saved, y))

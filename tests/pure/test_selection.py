@@ -50,6 +50,15 @@ def test_an_algorithm_that_claims_an_order_adds_in_it(name, nodes):
         assert keeps(name, "canonical", nodes) == in_canonical
 
 
+@pytest.mark.parametrize("nodes", NODE_MAPS, ids=lambda nodes: "".join(map(str, nodes.node_of)))
+def test_half_types_keep_an_order_only_where_a_sum_is_rounded_once(nodes):
+    for name in ("tree", "butterfly", "halving", "ring", "hierarchical"):
+        claimed = keeps(name, "canonical", nodes, is_half=True)
+        one_level = len(nodes.nodes) in (1, nodes.size)
+        assert not claimed or nodes.size <= 2 or (name == "hierarchical" and one_level)
+    assert keeps("pairwise", "canonical", nodes, is_half=True)
+
+
 def test_the_system_promises_no_order():
     assert not keeps("system", "canonical", NODE_MAPS[3])
     assert not keeps("system", "world", NODE_MAPS[3])

@@ -268,3 +268,15 @@ def test_settings_and_their_errors_can_be_sent_to_other_ranks():
     assert pickle.loads(pickle.dumps(found)) == found
     error = pickle.loads(pickle.dumps(ConfigError("words")))
     assert isinstance(error, ConfigError) and str(error) == "words"
+
+
+def test_a_variable_that_nobody_reads_is_refused_with_the_nearest_that_is():
+    from hpczero.settings import refuse_unknown_variables
+
+    known, commands = ("HPCZERO_NODE_MAP",), ("train", "doctor")
+    refuse_unknown_variables({"HPCZERO_NODE_MAP": "0", "HPCZERO_TRAIN_LR": "1", "HOME": "/"}, known, commands)
+    for wrong, meant in [("HPCZERO_TRIAN_LR", "HPCZERO_TRAIN_LR"), ("HPCZERO_NODEMAP", "HPCZERO_NODE_MAP")]:
+        with pytest.raises(ConfigError, match=f"{wrong}: .* did you mean {meant}"):
+            refuse_unknown_variables({wrong: "1"}, known, commands)
+    with pytest.raises(ConfigError, match="HPCZERO_LR"):
+        refuse_unknown_variables({"HPCZERO_LR": "1"}, known, commands)
