@@ -30,7 +30,7 @@ from hpczero.device import Device
 from hpczero.errors import ConfigError, HpczeroError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
-from hpczero.topology import Topology, as_topology
+from hpczero.topology import Topology, as_topology, refuse_finalised
 from hpczero.zero.buffers import GradientSlots, fill, parameter_buffer, put, views
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import PURPOSES, by_layer, formula_bytes
@@ -223,6 +223,7 @@ class Zero3Engine:
         """Frees the buffers, collectively."""
         if self._closed:
             return
+        refuse_finalised()
         self._closed = True
         self.saved = None
         self._arena.close()

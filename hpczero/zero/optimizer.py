@@ -34,7 +34,7 @@ from hpczero.device import Device
 from hpczero.errors import ConfigError, HpczeroError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
-from hpczero.topology import Topology, as_topology
+from hpczero.topology import Topology, as_topology, refuse_finalised
 from hpczero.zero.buffers import (
     GradientSlots,
     fill,
@@ -246,6 +246,7 @@ class ZeroOptimizer:
         """Frees the buffers, collectively; arrays handed out before must not be used any more."""
         if self._closed:
             return
+        refuse_finalised()
         self._closed = True
         self.params = {}
         self._arena.close()
