@@ -277,9 +277,6 @@ class _Call:
         facts = Call(self.operation, nbytes, self.topology.map, self.order, is_device(self.array),
                      self._memory != "private", is_half(self.array.dtype))
         self.algorithm = choose(facts, algorithm)
-        if self.algorithm == "system" and is_half(self.array.dtype) and self.operation in _ADDING:
-            raise ConfigError(f"{self.operation}: algorithm='system' has no {self.array.dtype}: MPI knows no half types; "
-                              "take another algorithm")
         shape = "x".join(map(str, self.array.shape)) or "scalar"
         self.what = (f"{self.operation} of {self.count} elements ({shape}) {self.array.dtype} op={self.op} "
                      f"algorithm={self.algorithm} order={self.order} root={self.root} memory={self._memory}")
@@ -304,9 +301,6 @@ class _Call:
             if rows is not None:
                 return f"window {self.topology.resources['node-shared arrays'].index(rows)}"
         return "private"
-
-
-_ADDING = ("all_reduce", "reduce_scatter", "reduce")
 
 
 def _host(flat: Array) -> np.ndarray:

@@ -74,7 +74,10 @@ def why_not(call: Call, algorithm: str) -> str | None:
         return f"works inside one node, and here are {len(call.nodes.nodes)}: take 'hierarchical'"
     if algorithm == "window" and call.on_device:
         return "works on host memory, and the array is on a device"
-    if call.operation in ("all_gather", "broadcast") or keeps(algorithm, call.order, call.nodes, is_half=call.is_half):
+    moves_only = call.operation in ("all_gather", "broadcast")
+    if algorithm == "system" and call.is_half and not moves_only:
+        return "has no sum of half types, since MPI has none: take another algorithm"
+    if moves_only or keeps(algorithm, call.order, call.nodes, is_half=call.is_half):
         return None
     return f"does not add in order={call.order!r} over these {call.nodes.size} ranks: take 'pairwise', or order='any'"
 

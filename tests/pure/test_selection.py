@@ -82,6 +82,7 @@ def test_a_name_that_does_not_exist_cannot_run_or_breaks_the_order_is_refused_wi
         (Call("all_reduce", 8, five, "canonical"), "ring", "order='canonical'"),
         (Call("broadcast", 8, five, "any"), "ring", "is not one of"),
         (Call("all_reduce", 8, five, "sorted"), "tree", "order='sorted'"),
+        (Call("all_reduce", 8, five, "any", is_half=True), "system", "half types"),
     ]:
         with pytest.raises(ConfigError, match=reason):
             choose(call, name)
