@@ -14,7 +14,7 @@ from hpczero.zero.config import ZeroConfig
 class TrainSettings(ZeroConfig):
     """The settings of a training run, beside those of ZeRO itself. The text under a key is its help.
 
-    The defaults are for the reference text: less than a minute on two cores, to about the bits per byte of its trigram
+    The defaults are for the reference text: less than a minute on two cores, to fewer bits per byte than its trigram
     model.
     """
 
@@ -36,7 +36,7 @@ class TrainSettings(ZeroConfig):
     """decay of the parameters, times the learning rate"""
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     """steps over which the learning rate rises linearly from 0"""
-    steps: Annotated[int, Field(ge=1)] = 400
+    steps: Annotated[int, Field(ge=1)] = 600
     """steps in total"""
     batch: Annotated[int, Field(ge=1)] = 16
     """sequences (rows of a table) per step, over all ranks"""
