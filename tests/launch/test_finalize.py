@@ -8,6 +8,8 @@ import pytest
 from launcher import mpirun
 
 PROGRAM = """
+import os
+
 import numpy as np
 from mpi4py import MPI
 
@@ -18,7 +20,7 @@ MPI.Finalize()
 try:
     zero.close()
 except hpczero.HpczeroError as error:
-    print("said:", error)
+    os.write(1, f"said: {{error}}\\n".encode())
 """
 
 

@@ -8,6 +8,8 @@ import pytest
 from launcher import mpirun
 
 PROGRAM = """
+import os
+
 import numpy as np
 from mpi4py import MPI
 
@@ -43,7 +45,7 @@ try:
                 zero.accumulate({{"layer.w": np.ones(40)}})
             zero.step()
 except BaseException as error:
-    print(f"rank {{comm.rank}}: {{type(error).__name__}}: {{error}}", flush=True)
+    os.write(1, f"rank {{comm.rank}}: {{type(error).__name__}}: {{error}}\\n".encode())
 """
 
 
