@@ -2,14 +2,17 @@
 
 An exception on one rank alone leaves the others waiting inside a collective for ever. A check on values that every rank
 shares may simply raise; a check on local data (a file missing on one node, a NaN in one shard) goes through
-`raise_together`, which costs one small all-reduce and therefore stays out of the training loop.
+`raise_together`, which costs one small exchange and therefore stays out of the training loop.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import socket
+from array import array
 from typing import TYPE_CHECKING
+
+from hpczero.waiting import DEFAULT_TIMEOUT_S, completed
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,40 +46,49 @@ class StallError(HpczeroError, TimeoutError):
     """A wait ran into its limit: names the ranks that were not heard of."""
 
 
-def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
+def raise_together(comm: MPI.Comm, error: Exception | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Every rank of `comm` calls this; if any passes an error, every rank raises, quoting the ranks that found one.
 
     The type raised is that of the lowest failing rank, so `except DataError` works on all of them. An exception that is
-    no `HpczeroError` keeps its own traceback on its own rank and becomes `HpczeroError` elsewhere.
+    no `HpczeroError` keeps its own traceback on its own rank and becomes `HpczeroError` elsewhere. StallError where a rank
+    does not come within `timeout_s` seconds.
     """
-    if not _any_failed(comm, error is not None):
-        return
-    mine = None
+    mine = ""
     if error is not None:
         # A subclass made elsewhere is known on this rank only: the others get the nearest type of this file.
         kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _TYPES), "HpczeroError")
         text = str(error) if isinstance(error, HpczeroError) else f"{type(error).__name__}: {error}"
-        mine = (kind, text, socket.gethostname())
-    found = comm.allgather(mine)
-    failed = [rank for rank, entry in enumerate(found) if entry is not None]
+        mine = "\0".join((kind, socket.gethostname(), text))
+    found = gather_texts(comm, mine, timeout_s)
+    failed = [rank for rank, entry in enumerate(found) if entry]
+    if not failed:
+        return
     if error is not None and not isinstance(error, HpczeroError):
         raise error
-    kind, text, host = found[failed[0]]
-    if len(failed) == comm.size and len({entry[1] for entry in found}) == 1:
+    kind, host, text = found[failed[0]].split("\0", 2)
+    if len(failed) == comm.size and len({entry.split("\0", 2)[2] for entry in found}) == 1:
         raise _TYPES[kind](text)
     others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     raise _TYPES[kind](f"rank {failed[0]} of {comm.size} on {host}: {text}{others}")
 
 
-def _any_failed(comm: MPI.Comm, failed: bool) -> bool:
-    """Whether any rank failed; gives way while it waits, since the others may need this core to get here."""
+def gather_texts(comm: MPI.Comm, text: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
+    """The texts of all ranks, in rank order. Called by every rank; where all are empty, one small exchange is the cost."""
     from mpi4py import MPI
 
-    mine, any_rank = bytearray([failed]), bytearray(1)
-    request = comm.Iallreduce([mine, MPI.BYTE], [any_rank, MPI.BYTE], MPI.BOR)
-    while not request.Test():
-        os.sched_yield()
-    return bool(any_rank[0])
+    def wait(request: MPI.Request) -> None:
+        if not completed([request], timeout_s):
+            raise StallError(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}: not all ranks came to tell each "
+                             f"other of errors within {timeout_s:g} s; one may have died")
+
+    mine = bytearray(text, "utf-8", "replace")
+    lengths = array("q", [0] * comm.size)
+    wait(comm.Iallgather([array("q", [len(mine)]), 1, MPI.INT64_T], [lengths, 1, MPI.INT64_T]))
+    starts = [0, *itertools.accumulate(lengths)]
+    found = bytearray(starts[-1])
+    if found:
+        wait(comm.Iallgatherv([mine, MPI.BYTE], [found, list(lengths), starts[:-1], MPI.BYTE]))
+    return [found[start:end].decode() for start, end in itertools.pairwise(starts)]
 
 
 _TYPES = {

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 
 from hpczero.collectives.transport import Transport
-from hpczero.errors import MismatchError, raise_together
+from hpczero.errors import MismatchError, gather_texts, raise_together
 
 _FAILED = bytes(16)
 
@@ -28,8 +28,8 @@ def agree(transport: Transport, call: str, error: Exception | None = None) -> No
     if error is None and (seen == seen[0]).all():
         return
     world = transport.topology.world
-    raise_together(world, error)
-    calls = world.allgather(call)
+    raise_together(world, error, transport.timeout_s)
+    calls = gather_texts(world, call, transport.timeout_s)
     usual = Counter(calls).most_common(1)[0][0]
     odd = [rank for rank, other in enumerate(calls) if other != usual]
     raise MismatchError(f"rank {odd[0]} of {world.size} calls {calls[odd[0]]}; {world.size - len(odd)} other "

@@ -28,8 +28,8 @@ from hpczero.collectives.order import leaves
 from hpczero.collectives.schedule import Message, Step, spans
 from hpczero.errors import ConfigError, StallError
 from hpczero.topology import Topology
+from hpczero.waiting import DEFAULT_TIMEOUT_S, completed
 
-DEFAULT_TIMEOUT_S = 600.0
 LARGEST_COUNT = 2**31 - 1
 ROLL_CALL_TAG = 0
 ROLL_CALL_S = 2.0
@@ -114,19 +114,8 @@ class Transport:
 
     def wait(self, requests: list[MPI.Request], what: str) -> None:
         """Completes all requests, or raises StallError after `timeout_s`, naming the ranks that do not wait as well."""
-        if not requests or MPI.Request.Testall(requests):
-            return
-        start = time.monotonic()
-        polls = 0
-        while not MPI.Request.Testall(requests):
-            polls += 1
-            if self.topology.is_oversubscribed:
-                # Another rank needs this core to make progress; yielding alone lets a spinning neighbour have it back.
-                os.sched_yield() if polls < 20 else time.sleep(50e-6)
-            elif polls > 2000:
-                time.sleep(100e-6)
-            if polls % 16 == 0 and time.monotonic() - start > self.timeout_s:
-                raise StallError(self._stalled(what))
+        if not completed(requests, self.timeout_s, shares_cores=self.topology.is_oversubscribed):
+            raise StallError(self._stalled(what))
 
     def scratch(self, name: str, nbytes: int) -> np.ndarray:
         """(nbytes,) uint8 of host memory, kept for the next call that asks for the same name."""

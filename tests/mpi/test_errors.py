@@ -73,3 +73,21 @@ def test_a_foreign_exception_stays_itself_on_its_rank_and_reaches_the_others(com
 def test_the_communicator_works_after_an_error(comm):
     raised(comm, DataError("gone") if comm.rank == 0 else None)
     check_everywhere(comm, comm.allreduce(1) == comm.size, "the next collective is off")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_whose_last_one_never_comes_give_up_after_the_time_limit(comm):
+    stalled = True
+    apart = comm.Dup()
+    if comm.rank < comm.size - 1:
+        try:
+            raise_together(apart, None, timeout_s=0.3)
+            stalled = False
+        except StallError as caught:
+            stalled = "within 0.3 s" in str(caught)
+    comm.Barrier()
+    if comm.rank == comm.size - 1:
+        raise_together(apart, None)      # completes what the others began, so that the communicator can be freed
+    check_everywhere(comm, stalled, "did not give up")
+    comm.Barrier()
+    apart.Free()

@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
     {"collectives"},
     {"compression"},
     {"kernels"},
-    {"topology", "device", "memory", "stats", "arrays", "faults", "settings", "errors"},
+    {"topology", "device", "memory", "stats", "arrays", "faults", "settings", "errors", "waiting"},
 ]
 # Models and data know nothing of ranks: of the house, this is all they may use.
 ONLY_FROM = {"models": {"models", "arrays", "errors"}, "data": {"data", "arrays", "errors"}}
