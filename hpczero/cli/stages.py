@@ -6,7 +6,8 @@ has the whole model: `Zero3Engine` runs it layer by layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from hpczero.zero.engine import Zero3Engine
 from hpczero.zero.optimizer import StepReport, ZeroOptimizer
@@ -23,52 +24,54 @@ if TYPE_CHECKING:
     from hpczero.zero.config import ZeroConfig
 
 
-class Training(Protocol):
-    """What the loop needs. Every method but `activation_bytes` is called by every rank."""
-
-    memory: Mapping[str, float]
-    """Purpose -> bytes of this rank, counted (of what its node shares, its part)."""
-    memory_formula: Mapping[str, float]
-    """The same, calculated."""
-    activation_bytes: int
-    """Kept from forward to backward in the last step of this rank."""
-
-    def step(self, x: Array, target: Array, weight: float, lr: float) -> tuple[float, StepReport]:
-        """One update. Returns this rank's mean loss before it. `weight` is the rank's number of samples."""
-
-    def loss(self, x: Array, target: Array) -> float:
-        """The mean loss, without an update."""
-
-    def full_parameters(self) -> dict[str, np.ndarray]:
-        """All parameters in host memory, in the order of their names."""
-
-    def close(self) -> None:
-        """Frees memory that ranks share."""
-
-
 def start(
     model: Model, params: dict[str, Array], optimizer: Any, topology: Topology, config: ZeroConfig, device: Device
 ) -> Training:
     """The training of `model` at stage `config.stage`. Called by every rank."""
-    kind = ByLayer if config.stage == 3 else Whole
-    return kind(model, params, optimizer, topology, config, device)
+    if config.stage == 3:
+        return ByLayer(model, Zero3Engine(model.layers, params, optimizer, topology, config, device))
+    return Whole(model, ZeroOptimizer(params, optimizer, topology, config, device))
 
 
-class Whole:
+class Training(ABC):
+    """What the loop needs. Every method is called by every rank."""
+
+    def __init__(self, model: Model, zero: ZeroOptimizer | Zero3Engine):
+        self._model, self._zero = model, zero
+        self.activation_bytes = 0
+        """Kept from forward to backward in the last step of this rank."""
+
+    @abstractmethod
+    def step(self, x: Array, target: Array, weight: float, lr: float) -> tuple[float, StepReport]:
+        """One update. Returns this rank's mean loss before it. `weight` is the rank's number of samples."""
+
+    @abstractmethod
+    def loss(self, x: Array, target: Array) -> float:
+        """The mean loss, without an update."""
+
+    @property
+    def memory(self) -> Mapping[str, float]:
+        """Purpose -> bytes of this rank, counted (of what its node shares, its part)."""
+        return self._zero.memory
+
+    @property
+    def memory_formula(self) -> Mapping[str, float]:
+        """The same, calculated."""
+        return self._zero.memory_formula
+
+    def full_parameters(self) -> dict[str, np.ndarray]:
+        """All parameters in host memory, in the order of their names."""
+        return self._zero.full_parameters()
+
+    def close(self) -> None:
+        """Frees memory that ranks share."""
+        self._zero.close()
+
+
+class Whole(Training):
     """Stages 0 to 2."""
 
-    def __init__(
-        self,
-        model: Model,
-        params: dict[str, Array],
-        optimizer: Any,
-        topology: Topology,
-        config: ZeroConfig,
-        device: Device,
-    ):
-        self._model = model
-        self._zero = ZeroOptimizer(params, optimizer, topology, config, device)
-        self.activation_bytes = 0
+    _zero: ZeroOptimizer
 
     def step(self, x: Array, target: Array, weight: float, lr: float) -> tuple[float, StepReport]:
         params = self._zero.params
@@ -83,36 +86,11 @@ class Whole:
         y, _ = self._model.forward(self._zero.params, x)
         return self._model.loss(y, target)[0]
 
-    @property
-    def memory(self) -> Mapping[str, float]:
-        return self._zero.memory
 
-    @property
-    def memory_formula(self) -> Mapping[str, float]:
-        return self._zero.memory_formula
-
-    def full_parameters(self) -> dict[str, np.ndarray]:
-        return self._zero.full_parameters()
-
-    def close(self) -> None:
-        self._zero.close()
-
-
-class ByLayer:
+class ByLayer(Training):
     """Stage 3. A rank gathers a layer together with all others, so each calls `loss` equally often."""
 
-    def __init__(
-        self,
-        model: Model,
-        params: dict[str, Array],
-        optimizer: Any,
-        topology: Topology,
-        config: ZeroConfig,
-        device: Device,
-    ):
-        self._model = model
-        self._zero = Zero3Engine(model.layers, params, optimizer, topology, config, device)
-        self.activation_bytes = 0
+    _zero: Zero3Engine
 
     def step(self, x: Array, target: Array, weight: float, lr: float) -> tuple[float, StepReport]:
         y = self._zero.forward(x)
@@ -123,17 +101,3 @@ class ByLayer:
 
     def loss(self, x: Array, target: Array) -> float:
         return self._model.loss(self._zero.forward(x, train=False), target)[0]
-
-    @property
-    def memory(self) -> Mapping[str, float]:
-        return self._zero.memory
-
-    @property
-    def memory_formula(self) -> Mapping[str, float]:
-        return self._zero.memory_formula
-
-    def full_parameters(self) -> dict[str, np.ndarray]:
-        return self._zero.full_parameters()
-
-    def close(self) -> None:
-        self._zero.close()

@@ -16,43 +16,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from mpi4py import MPI
 
 from hpczero.arrays import Array, copy, to_host
 from hpczero.collectives import exchange
 from hpczero.collectives.exchange import flat_of
-from hpczero.collectives.guard import agree
-from hpczero.collectives.transport import Transport
 from hpczero.device import Device
-from hpczero.errors import ConfigError, HpczeroError
-from hpczero.memory import Arena
+from hpczero.errors import ConfigError
 from hpczero.optim import Optimizer
-from hpczero.topology import Topology, as_topology, refuse_finalised
+from hpczero.topology import Topology
 from hpczero.zero.buffers import GradientSlots, fill, parameter_buffer, put, views
 from hpczero.zero.config import ZeroConfig
-from hpczero.zero.layout import PURPOSES, by_layer, formula_bytes
-from hpczero.zero.placement import (
-    as_arrays,
-    checked_gradient,
-    device_of,
-    refuse_optimizer,
-    shares,
-)
-from hpczero.zero.step import (
-    ACCUMULATE,
-    FORWARD,
-    STEP,
-    Meter,
-    Rounds,
-    StepReport,
-    Updater,
-    checked_lr,
-    checked_weight,
-    refuse_closed,
-)
+from hpczero.zero.layout import Layout, by_layer
+from hpczero.zero.lifecycle import PartitionedTraining, listed
+from hpczero.zero.placement import checked_gradient
+from hpczero.zero.step import FORWARD, STEP, StepReport, Updater, checked_lr, checked_weight
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class Layer(Protocol):
@@ -68,7 +51,7 @@ class Layer(Protocol):
         """(dx, gradients by name)."""
 
 
-class Zero3Engine:
+class Zero3Engine(PartitionedTraining):
     """Trains a chain of layers whose parameters are spread over the ranks of a communicator.
 
     Called by every rank, like all its methods, and in the same order on each: gathering is collective.
@@ -98,28 +81,8 @@ class Zero3Engine:
 
     def __init__(self, layers: Sequence[tuple[str, Layer]], params: Mapping[str, Any], optimizer: Optimizer,
                  comm: Topology | MPI.Intracomm, config: ZeroConfig | None = None, device: Device | None = None):
-        self.config = ZeroConfig(stage=3) if config is None else config
-        self.topology, self._owns_topology = as_topology(comm)
-        self._transport = Transport.of(self.topology)
-        self._closed = False
-        self.layers = tuple(layers)
-        try:
-            arrays, self.dtype, self.device = self._agreed(params, optimizer, device)
-        except HpczeroError:
-            if self._owns_topology:
-                self.topology.close()      # every rank is here
-            raise
-        self.shared = shares(self.config, self.device)
-        self._transport.timeout_s = self.config.comm_timeout_ms / 1000
-        names = {name: [f"{name}.{short}" for short in layer.shapes] for name, layer in self.layers}
-        shapes = {full: arrays[full].shape for owned in names.values() for full in owned}
-        self.layout = by_layer(shapes, list(names.values()), self.topology.size)
-        self._bucket_of = {name: self.layout.places[owned[0]].bucket for name, owned in names.items() if owned}
-        self._arena = Arena(self.topology, self.device)
-        self._allocate(optimizer)
-        self._start_from(arrays)
-        self._rounds = Rounds(self._transport)
-        self._meter = Meter(self._transport)
+        self.layers = layers
+        super().__init__(params, optimizer, comm, ZeroConfig(stage=3) if config is None else config, device)
         self.saved: list[Any] | None = None
         """What the layers keep from `forward` until `backward`, in forward order."""
 
@@ -128,7 +91,7 @@ class Zero3Engine:
 
         With `train=False` nothing is kept for `backward`. An error in a layer's forward pass is raised on every rank.
         """
-        refuse_closed(self._closed, "this Zero3Engine")
+        self._refuse_closed()
         saved, error = [], None
         with self._meter:
             # Layers are gathered together: who calls something else must be found out before the first of them.
@@ -159,7 +122,7 @@ class Zero3Engine:
         weight : float
             Number of samples behind it; 0 where a rank has none.
         """
-        refuse_closed(self._closed, "this Zero3Engine")
+        self._refuse_closed()
         error: Exception | None = None
         try:
             weight = checked_weight(weight)
@@ -173,7 +136,7 @@ class Zero3Engine:
     def step(self, lr: float | None = None) -> StepReport:
         """As `ZeroOptimizer.step`: each rank updates the shards it owns. Nothing is published; the next gather does it."""
         start = time.perf_counter()
-        refuse_closed(self._closed, "this Zero3Engine")
+        self._refuse_closed()
         error = None
         try:
             lr = checked_lr(lr)
@@ -185,28 +148,13 @@ class Zero3Engine:
         if not reason:
             self._updater.apply(self._shards, self._slots.shards, slice(None), scale=scale, lr=lr)
             self._held = None
-        self._slots.restart()
-        self._rounds.restart()
+        self._restart()
         return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, self._meter.read(),
                           time.perf_counter() - start)
 
-    @property
-    def memory(self) -> dict[str, float]:
-        """Bytes this rank holds, by purpose: parameters, gradients, optimizer_states, buffers. Counted, not estimated."""
-        held = dict.fromkeys(PURPOSES, 0.0) | self._arena.bytes_by_purpose
-        held["buffers"] += self._transport.scratch_bytes + self._updater.scratch_bytes
-        return held
-
-    @property
-    def memory_formula(self) -> dict[str, float]:
-        """What `memory` should be by the formula of stage 3; see `layout.formula_bytes`."""
-        return formula_bytes(self.layout, stage=3, itemsize=self.dtype.itemsize, num_states=len(self._updater.states),
-                             ranks_per_node=self.topology.node.size, num_nodes=self.topology.num_nodes,
-                             shared=self.shared)
-
     def full_parameters(self) -> dict[str, np.ndarray]:
         """Host copies of all parameters, in the order of their names. Gathers layer by layer."""
-        refuse_closed(self._closed, "this Zero3Engine")
+        self._refuse_closed()
         found = {}
         for name, layer in self.layers:
             for short, view in self._gathered(name, layer).items():
@@ -215,62 +163,36 @@ class Zero3Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as `ZeroOptimizer.state_dict` gives it."""
-        refuse_closed(self._closed, "this Zero3Engine")
+        self._refuse_closed()
         pieces = self.layout.pieces(self.topology.rank, in_shard=True)
         return self._updater.state_dict(3, ((piece, self._shards, piece.position, piece.position) for piece in pieces))
 
-    def close(self) -> None:
-        """Frees the buffers, collectively."""
-        if self._closed:
-            return
-        refuse_finalised()
-        self._closed = True
-        self.saved = None
-        self._arena.close()
-        self._rounds.close()
-        if self._owns_topology:
-            self.topology.close()
+    def _checked(self, arrays: Mapping[str, Array]) -> str:
+        if self.config.stage != 3:
+            raise ConfigError(f"Zero3Engine is stage 3, and the settings say stage={self.config.stage}: take ZeroOptimizer")
+        self.layers = tuple(self.layers)      # here, where the other ranks hear of it if that fails
+        shapes = list(_shapes(self.layers))
+        full_names = [name for name, _ in shapes]
+        twice = {name for name in full_names if full_names.count(name) > 1}
+        if twice or len(dict(self.layers)) < len(self.layers):
+            raise ConfigError(f"layers: names must differ; twice there are {sorted(twice) or 'layers of one name'}")
+        wanted = dict(shapes)
+        for name, shape in wanted.items():
+            if name not in arrays:
+                raise ConfigError(f"params has no {name!r}, which a layer needs")
+            if arrays[name].shape != tuple(shape):
+                raise ConfigError(f"params[{name!r}] has shape {arrays[name].shape}, the layer needs {tuple(shape)}")
+        for name in arrays:
+            if name not in wanted:
+                raise ConfigError(f"params has {name!r}, which no layer has")
+        return "layers " + listed(wanted)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.close()
-        elif not self._closed:
-            # Others may never come to a collective free: that is left to the end of the job. But they must hear of it.
-            self._rounds.leave(error)
-
-    def _agreed(self, params: Any, optimizer: Any, device: Device | None) -> tuple[dict[str, Array], np.dtype, Device]:
-        error, call = None, ""
-        arrays, dtype, found = {}, np.dtype(np.float32), device
-        try:
-            arrays, dtype = as_arrays(params)
-            found = device or device_of(arrays)
-            refuse_optimizer(optimizer)
-            if self.config.stage != 3:
-                raise ConfigError(f"Zero3Engine is stage 3, and the settings say stage={self.config.stage}: take "
-                                  "ZeroOptimizer")
-            shares(self.config, found)
-            full_names = [name for name, _ in _shapes(self.layers)]
-            twice = {name for name in full_names if full_names.count(name) > 1}
-            if twice or len(dict(self.layers)) < len(self.layers):
-                raise ConfigError(f"layers: names must differ; twice there are {sorted(twice) or 'layers of one name'}")
-            for name, shape in _shapes(self.layers):
-                if name not in arrays:
-                    raise ConfigError(f"params has no {name!r}, which a layer needs")
-                if arrays[name].shape != tuple(shape):
-                    raise ConfigError(f"params[{name!r}] has shape {arrays[name].shape}, the layer needs {tuple(shape)}")
-            wanted = dict(_shapes(self.layers))
-            for name in arrays:
-                if name not in wanted:
-                    raise ConfigError(f"params has {name!r}, which no layer has")
-            listed = ", ".join(f"{name}{tuple(shape)}" for name, shape in wanted.items())
-            call = f"Zero3Engine with {optimizer}, {self.config!r}, {dtype} on {found.kind}, layers {listed}"
-        except Exception as wrong:      # noqa: BLE001 - whatever an argument does when it is looked at: the others must hear
-            error = wrong
-        agree(self._transport, call, error)
-        return arrays, dtype, found
+    def _lay_out(self, arrays: Mapping[str, Array]) -> Layout:
+        names = {name: [f"{name}.{short}" for short in layer.shapes] for name, layer in self.layers}
+        shapes = {full: arrays[full].shape for owned in names.values() for full in owned}
+        layout = by_layer(shapes, list(names.values()), self.topology.size)
+        self._bucket_of = {name: layout.places[owned[0]].bucket for name, owned in names.items() if owned}
+        return layout
 
     def _allocate(self, optimizer: Optimizer) -> None:
         layout, arena = self.layout, self._arena
@@ -291,6 +213,9 @@ class Zero3Engine:
             lo, hi = self._my_cuts(index)
             copy(self._shard_of(index), flat[lo:hi])
             self._transport.barrier(self.topology.world, "initial parameters")
+
+    def _forget(self) -> None:
+        self.saved = None
 
     def _gathered(self, name: str, layer: Layer) -> dict[str, Array]:
         """A layer's parameters by short name, whole; they stay until the next layer is gathered."""
@@ -341,15 +266,6 @@ class Zero3Engine:
             if full not in places:
                 raise ConfigError(f"layer {name!r} gave a gradient of {short!r}, which is none of its parameters")
             put(places[full].reshape(-1), checked_gradient(full, gradient, places[full].shape), weight, add=False)
-
-    def _meet(self, weight: float, error: Exception | None, call: float = ACCUMULATE, lr: float | None = None) -> None:
-        """All ranks are in the same call; after an error on any of them all raise, and what this step had is dropped."""
-        try:
-            self._rounds.meet(call, weight, error, lr)
-        except Exception:
-            self._slots.restart()
-            self._rounds.restart()
-            raise
 
     def _my_cuts(self, index: int) -> tuple[int, int]:
         """Where this rank's shard lies in the layer buffer."""

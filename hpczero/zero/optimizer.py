@@ -20,21 +20,17 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
 from hpczero.arrays import Array, to_host
 from hpczero.collectives import exchange
 from hpczero.collectives.exchange import flat_of
-from hpczero.collectives.guard import agree
-from hpczero.collectives.transport import Transport
 from hpczero.device import Device
-from hpczero.errors import ConfigError, HpczeroError
-from hpczero.memory import Arena
+from hpczero.errors import ConfigError
 from hpczero.optim import Optimizer
-from hpczero.topology import Topology, as_topology, refuse_finalised
+from hpczero.topology import Topology
 from hpczero.zero.buffers import (
     GradientSlots,
     fill,
@@ -44,28 +40,16 @@ from hpczero.zero.buffers import (
     views,
 )
 from hpczero.zero.config import ZeroConfig
-from hpczero.zero.layout import PURPOSES, formula_bytes, in_buckets
-from hpczero.zero.placement import (
-    as_arrays,
-    checked_gradient,
-    device_of,
-    refuse_optimizer,
-    shares,
-)
-from hpczero.zero.step import (
-    ACCUMULATE,
-    STEP,
-    Meter,
-    Rounds,
-    StepReport,
-    Updater,
-    checked_lr,
-    checked_weight,
-    refuse_closed,
-)
+from hpczero.zero.layout import Layout, in_buckets
+from hpczero.zero.lifecycle import PartitionedTraining, listed
+from hpczero.zero.placement import checked_gradient
+from hpczero.zero.step import STEP, StepReport, Updater, checked_lr, checked_weight
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
-class ZeroOptimizer:
+class ZeroOptimizer(PartitionedTraining):
     """Trains named parameters, partitioned over the ranks of a communicator as `config.stage` says.
 
     Called by every rank of the communicator, like all its methods. Rank 0's values are where training starts; they are
@@ -104,28 +88,9 @@ class ZeroOptimizer:
 
     def __init__(self, params: Mapping[str, Any], optimizer: Optimizer, comm: Topology | MPI.Intracomm,
                  config: ZeroConfig | None = None, device: Device | None = None):
-        self.config = ZeroConfig() if config is None else config
-        self.topology, self._owns_topology = as_topology(comm)
-        self._transport = Transport.of(self.topology)
-        self._closed = False
-        try:
-            arrays, dtype, self.device = _agreed(params, optimizer, self._transport, self.config, device)
-        except HpczeroError:
-            if self._owns_topology:
-                self.topology.close()      # every rank is here
-            raise
-        self.stage, self.shared = self.config.stage, shares(self.config, self.device)
-        self._transport.timeout_s = self.config.comm_timeout_ms / 1000
-        self.dtype = dtype
-        shapes = {name: array.shape for name, array in arrays.items()}
-        self.layout = in_buckets(shapes, self.topology.size, self.config.reduce_bucket_size.elements(dtype.itemsize))
-        self._arena = Arena(self.topology, self.device)
-        self._allocate(optimizer)
-        self._start_from(arrays)
-        self._rounds = Rounds(self._transport)
+        super().__init__(params, optimizer, comm, ZeroConfig() if config is None else config, device)
         self._written: set[str] = set()
         self._by_hand = self._accumulated = False
-        self._meter = Meter(self._transport)
 
     @property
     def grads(self) -> dict[str, Array]:
@@ -134,7 +99,7 @@ class ZeroOptimizer:
         Write the mean over the local samples, call `step`; the ranks then count equally. For batches of unequal size use
         `accumulate`. Zeroed by `step`. At stage 2 no whole gradient exists, and this raises.
         """
-        refuse_closed(self._closed, "this ZeroOptimizer")
+        self._refuse_closed()
         if self._gradients is None:
             raise ConfigError("stage 2 keeps no whole gradient to write into: pass gradients to accumulate(), all at once "
                               "or as (name, array) pairs while backward produces them; or take stage 1")
@@ -162,7 +127,7 @@ class ZeroOptimizer:
         MismatchError
             Another rank is in `step`.
         """
-        refuse_closed(self._closed, "this ZeroOptimizer")
+        self._refuse_closed()
         error: Exception | None = None
         self._accumulated = True
         try:
@@ -189,7 +154,7 @@ class ZeroOptimizer:
             Learning rate of this step, the same on every rank; the optimizer's own if not given.
         """
         start = time.perf_counter()
-        refuse_closed(self._closed, "this ZeroOptimizer")
+        self._refuse_closed()
         error, by_hand = None, self._by_hand and not self._accumulated
         try:
             lr = checked_lr(lr)
@@ -206,23 +171,9 @@ class ZeroOptimizer:
         return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, self._meter.read(),
                           time.perf_counter() - start)
 
-    @property
-    def memory(self) -> dict[str, float]:
-        """Bytes this rank holds, by purpose: parameters, gradients, optimizer_states, buffers. Counted, not estimated."""
-        held = dict.fromkeys(PURPOSES, 0.0) | self._arena.bytes_by_purpose
-        held["buffers"] += self._transport.scratch_bytes + self._updater.scratch_bytes
-        return held
-
-    @property
-    def memory_formula(self) -> dict[str, float]:
-        """What `memory` should be by the formulas of the stage; see `layout.formula_bytes`."""
-        return formula_bytes(self.layout, stage=self.stage, itemsize=self.dtype.itemsize,
-                             num_states=len(self._updater.states), ranks_per_node=self.topology.node.size,
-                             num_nodes=self.topology.num_nodes, shared=self.shared)
-
     def full_parameters(self) -> dict[str, np.ndarray]:
         """Host copies of all parameters, in the order of their names."""
-        refuse_closed(self._closed, "this ZeroOptimizer")
+        self._refuse_closed()
         return {name: np.array(to_host(self.params[name])) for name in sorted(self.params)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,7 +185,7 @@ class ZeroOptimizer:
             `step`, `stage`, and `pieces`: for every part of a parameter that this rank owns, its `name`, `start` and `stop`
             (elements of the flattened parameter), `parameter` and one array per optimizer state, all (stop - start,).
         """
-        refuse_closed(self._closed, "this ZeroOptimizer")
+        self._refuse_closed()
         rank, flat = self.topology.rank, flat_of(self._parameters)
         in_whole, in_shard = self.layout.pieces(rank, in_shard=False), self.layout.pieces(rank, in_shard=True)
         return self._updater.state_dict(self.stage, (
@@ -242,27 +193,15 @@ class ZeroOptimizer:
             for whole, shard in zip(in_whole, in_shard, strict=True)
         ))
 
-    def close(self) -> None:
-        """Frees the buffers, collectively; arrays handed out before must not be used any more."""
-        if self._closed:
-            return
-        refuse_finalised()
-        self._closed = True
-        self.params = {}
-        self._arena.close()
-        self._rounds.close()
-        if self._owns_topology:
-            self.topology.close()
+    def _checked(self, arrays: Mapping[str, Array]) -> str:
+        if self.config.stage == 3:
+            raise ConfigError("ZeroOptimizer serves stages 0 to 2; stage 3 shards the parameters too and must know when a "
+                              "layer is used: take Zero3Engine")
+        return "parameters " + listed({name: array.shape for name, array in arrays.items()})
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.close()
-        elif not self._closed:
-            # Others may never come to a collective free: that is left to the end of the job. But they must hear of it.
-            self._rounds.leave(error)
+    def _lay_out(self, arrays: Mapping[str, Array]) -> Layout:
+        shapes = {name: array.shape for name, array in arrays.items()}
+        return in_buckets(shapes, self.topology.size, self.config.reduce_bucket_size.elements(self.dtype.itemsize))
 
     def _allocate(self, optimizer: Optimizer) -> None:
         """What the placement table says: parameters, gradients (whole, or slots and shards), states."""
@@ -288,13 +227,8 @@ class ZeroOptimizer:
         in_forward_order = list(arrays)
         self.params = views(flat, self.layout, in_forward_order, writable=not self.shared)
 
-    def _meet(self, weight: float, error: Exception | None, call: float = ACCUMULATE, lr: float | None = None) -> None:
-        """All ranks are in the same call; after an error on any of them all raise, and what this step had is dropped."""
-        try:
-            self._rounds.meet(call, weight, error, lr)
-        except Exception:
-            self._restart()
-            raise
+    def _forget(self) -> None:
+        self.params = {}
 
     def _pairs(self, gradients: Any) -> Iterator[tuple[str, Array]]:
         """(name, gradient), checked: a mapping in backward order, any other pairs as they come."""
@@ -409,31 +343,6 @@ class ZeroOptimizer:
         self._restart()
 
     def _restart(self) -> None:
-        """The next micro-batch is the first of its step."""
-        if self._slots is not None:
-            self._slots.restart()
+        super()._restart()
         self._written.clear()
         self._accumulated = False
-        self._rounds.restart()
-
-
-def _agreed(params: Any, optimizer: Any, transport: Transport, config: ZeroConfig,
-            device: Device | None) -> tuple[dict[str, Array], np.dtype, Device]:
-    """The parameters as arrays, after every rank has found them good and all agree on names, shapes and settings."""
-    arrays: dict[str, Array] = {}
-    error, call = None, ""
-    dtype, found = np.dtype(np.float32), device
-    try:
-        arrays, dtype = as_arrays(params)
-        found = device or device_of(arrays)
-        refuse_optimizer(optimizer)
-        if config.stage == 3:
-            raise ConfigError("ZeroOptimizer serves stages 0 to 2; stage 3 shards the parameters too and must know when a "
-                              "layer is used: take Zero3Engine")
-        shares(config, found)
-        listed = ", ".join(f"{name}{tuple(array.shape)}" for name, array in arrays.items())
-        call = f"ZeroOptimizer with {optimizer}, {config!r}, {dtype} on {found.kind}, parameters {listed}"
-    except Exception as wrong:      # noqa: BLE001 - whatever an argument does when it is looked at: the others must hear
-        error = wrong
-    agree(transport, call, error)
-    return arrays, dtype, found

@@ -25,7 +25,6 @@ from hpczero.errors import ConfigError, HpczeroError, MismatchError, StallError,
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.optim.norms import GlobalNorm, PartialNorms, Piece, clip_coefficient, norm
-from hpczero.topology import refuse_finalised
 from hpczero.zero.layout import Layout
 
 _log = logging.getLogger("hpczero.zero")
@@ -236,9 +235,3 @@ def checked_lr(lr: Any) -> float | None:
     if isinstance(lr, bool) or not isinstance(lr, (int, float, np.integer, np.floating)) or not math.isfinite(lr) or lr < 0:
         raise ConfigError(f"lr={lr!r}: a finite number, 0 or more, is needed")
     return float(lr)
-
-
-def refuse_closed(is_closed: bool, what: str) -> None:
-    if is_closed:
-        raise HpczeroError(f"{what} was closed: its memory is gone; nothing can be called on it any more")
-    refuse_finalised()

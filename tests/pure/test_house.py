@@ -39,7 +39,7 @@ LAYERS: list[set[str]] = [
 # Models and data know nothing of ranks: of the house, this is all they may use.
 ONLY_FROM = {"models": {"models", "arrays", "errors"}, "data": {"data", "arrays", "errors"}}
 # Loaded only when a call needs them, so these may import MPI at their top.
-MAY_START_MPI = {"collectives", "topology", "memory", "zero/optimizer.py", "zero/step.py", "zero/engine.py"}
+MAY_START_MPI = {"collectives", "topology", "memory", "zero/step.py"}
 # Modules that come with a dependency of another name.
 COMES_WITH = {"annotated_types": "pydantic", "pydantic_core": "pydantic"}
 
