@@ -1,16 +1,18 @@
 """Butterflies: in round k every rank exchanges with the one whose number differs in bit k.
 
-Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005), section
-4. Two forms:
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005),
+section 4. Two forms:
 
-- recursive doubling (`all_reduce`): the whole vector in each of lg size rounds; for small vectors.
-- recursive halving + doubling (`halving_all_reduce`): half of what is left in each round, then back; 2 lg size rounds and
-  2 (size - 1) / size of the vector. Near neighbours exchange first, while messages are largest: ranks of one node are
-  near, and the additions form the canonical tree.
+- recursive doubling (`all_reduce`): the whole vector in each of lg p rounds, lg p (alpha + n beta + n gamma); for small
+  vectors.
+- recursive halving + doubling (`halving_all_reduce`): half of what is left in each round, then back; 2 lg p rounds and
+  2 (p - 1) / p of the vector, 2 lg p alpha + 2 (p - 1) / p n beta + (p - 1) / p n gamma. Near neighbours exchange
+  first, while messages are largest: ranks of one node are near, and the additions form the canonical tree.
 
 A size that is no power of two is folded: each rank beyond the largest power of two hands its vector to its left
-neighbour before, and gets the result after. Both forms add in the canonical order at powers of two, and in an order of
-their own, the same for every element, at other sizes.
+neighbour before, and gets the result (its shard of it, or all) after: two rounds more. Both forms add in the canonical
+order over all ranks at powers of two, and in an order of their own, the same for every element, at other sizes. The two
+ranks of an exchange add the same two numbers, each its own first.
 
 Halving reduce-scatter among 4:
 
@@ -32,9 +34,9 @@ def num_halves(size: int) -> int:
     return 1 << size.bit_length() - 1
 
 
-def all_reduce(rank: int, size: int) -> Iterator[Step]:
-    """Recursive doubling: every rank ends with all blocks summed."""
-    blocks = range(size)
+def all_reduce(rank: int, size: int, *, blocks: Sequence[int] | None = None) -> Iterator[Step]:
+    """Recursive doubling: every rank ends with all of `blocks` summed, or with one block per rank."""
+    blocks = range(size) if blocks is None else blocks
     fold = _Fold(size)
     yield from fold.enter(rank, blocks)
     if not fold.is_extra(rank):

@@ -1,8 +1,10 @@
 """Pairwise exchange: everyone sends everyone the block that is theirs, in one round.
 
-The owner of a block holds all contributions to it at once and adds them in whatever order it likes: here in the order of
-a tree it is given, the canonical one by default, at every size. Each value is rounded once. (size - 1) / size of the
-vector each way, in one round of size - 1 messages; the price is room for the contributions of a whole block row.
+The owner of a block holds all contributions to it at once and adds them in whatever order it likes: here in the order
+of a tree it is given, at every size; by default in that of all ranks. Each value is rounded once. (p - 1) / p of the
+vector each way, in one round of p - 1 messages: alpha + (p - 1) / p n beta + (p - 1) / p n gamma where messages of one
+round are in flight together, (p - 1) alpha where they are not; all-reduce and reduce take two such rounds. The price is
+room for the contributions of all ranks to one block.
 
 Used where the order of additions must not depend on the algorithm; see Demmel and Nguyen, "Parallel reproducible
 summation", IEEE Trans. Computers 64 (2015), on why that is worth a price.
