@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same to Python
+    from hpczero.collectives.aggregator import HierarchicalAggregator
+    from hpczero.collectives.aggregator_config import HierarchicalConfig
     from hpczero.collectives.api import all_gather, all_reduce, broadcast, reduce, reduce_scatter
     from hpczero.errors import (
         ConfigError,
@@ -17,8 +19,10 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same 
         DeviceError,
         HpczeroError,
         MismatchError,
+        NoCommunicatorError,
         RoomError,
         StallError,
+        WorldSizeMismatchError,
     )
     from hpczero.models import Model
     from hpczero.optim import SGD, AdamW
@@ -33,9 +37,12 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "hpczero.collectives.aggregator": ("HierarchicalAggregator",),
+    "hpczero.collectives.aggregator_config": ("HierarchicalConfig",),
     "hpczero.collectives.api": ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"),
     "hpczero.errors": (
-        "ConfigError", "DataError", "DeviceError", "HpczeroError", "MismatchError", "RoomError", "StallError",
+        "ConfigError", "DataError", "DeviceError", "HpczeroError", "MismatchError", "NoCommunicatorError", "RoomError",
+        "StallError", "WorldSizeMismatchError",
     ),
     "hpczero.models": ("Model",),
     "hpczero.optim": ("SGD", "AdamW"),
@@ -48,9 +55,10 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "SGD", "AdamW", "ConfigError", "DataError", "DeviceError", "HpczeroError", "MismatchError", "Model", "RoomError",
-    "Settings", "Size", "StallError", "StepReport", "Topology", "Zero3Engine", "ZeroConfig", "ZeroOptimizer",
-    "__version__", "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter",
+    "SGD", "AdamW", "ConfigError", "DataError", "DeviceError", "HierarchicalAggregator", "HierarchicalConfig",
+    "HpczeroError", "MismatchError", "Model", "NoCommunicatorError", "RoomError", "Settings", "Size", "StallError",
+    "StepReport", "Topology", "WorldSizeMismatchError", "Zero3Engine", "ZeroConfig", "ZeroOptimizer", "__version__",
+    "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter",
 ]  # fmt: skip
 
 

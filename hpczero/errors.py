@@ -12,7 +12,7 @@ import socket
 from array import array
 from typing import TYPE_CHECKING
 
-from hpczero.waiting import DEFAULT_TIMEOUT_S, completed
+from hpczero.waiting import DEFAULT_TIMEOUT_S, Patience, completed
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,6 +46,14 @@ class StallError(HpczeroError, TimeoutError):
     """A wait ran into its limit: names the ranks that were not heard of."""
 
 
+class NoCommunicatorError(HpczeroError, RuntimeError):
+    """Something that several ranks do together was asked of an object that was given no communicator."""
+
+
+class WorldSizeMismatchError(HpczeroError, ValueError):
+    """Settings name a number of ranks or nodes that the communicator does not have."""
+
+
 def raise_together(comm: MPI.Comm, error: Exception | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Every rank of `comm` calls this; if any passes an error, every rank raises, quoting the ranks that found one.
 
@@ -77,7 +85,7 @@ def gather_texts(comm: MPI.Comm, text: str, timeout_s: float = DEFAULT_TIMEOUT_S
     from mpi4py import MPI
 
     def wait(request: MPI.Request) -> None:
-        if not completed([request], timeout_s):
+        if not completed([request], lambda: Patience(timeout_s)):
             raise StallError(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}: not all ranks came to tell each "
                              f"other of errors within {timeout_s:g} s; one may have died")
 
@@ -93,5 +101,6 @@ def gather_texts(comm: MPI.Comm, text: str, timeout_s: float = DEFAULT_TIMEOUT_S
 
 _TYPES = {
     kind.__name__: kind
-    for kind in (HpczeroError, ConfigError, DataError, DeviceError, RoomError, MismatchError, StallError)
+    for kind in (HpczeroError, ConfigError, DataError, DeviceError, RoomError, MismatchError, StallError,
+                 NoCommunicatorError, WorldSizeMismatchError)
 }

@@ -88,6 +88,7 @@ class Topology:
     def __init__(self, comm: MPI.Intracomm, node_map: Sequence[int] | None = None):
         _refuse_unusable(comm)
         self._owned: list[Any] = []
+        self._enders: list[Callable[[], None]] = []
         self._closers: list[Callable[[], None]] = []
         self._closed = False
         self.resources: dict[str, Any] = {}
@@ -114,6 +115,10 @@ class Topology:
     def node_of(self) -> tuple[int, ...]:
         return self.map.node_of
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         """An array of this rank in memory that the other ranks of its node can read; zeroed. Called by every rank.
 
@@ -127,11 +132,14 @@ class Topology:
         self.resources.setdefault("node-shared arrays", []).append(rows)
         return rows.mine.reshape(shape)
 
-    def keep(self, name: str, build: Callable[[], Any]) -> Any:
-        """The resource called `name`, built at the first call; its `close` is called before the communicators go."""
+    def keep(self, name: str, build: Callable[[], Any], *, ends_first: bool = False) -> Any:
+        """The resource called `name`, built at the first call; its `close` is called before the communicators go.
+
+        Later resources are closed before earlier ones; those that use others while they run (`ends_first`) before all.
+        """
         if name not in self.resources:
             self.resources[name] = build()
-            self._closers.append(self.resources[name].close)
+            (self._enders if ends_first else self._closers).append(self.resources[name].close)
         return self.resources[name]
 
     def close(self) -> None:
@@ -140,7 +148,7 @@ class Topology:
             return
         self._closed = True
         refuse_finalised()
-        for closer in reversed(self._closers):
+        for closer in (*self._enders, *reversed(self._closers)):
             closer()
         self._free()
 

@@ -1,6 +1,6 @@
 """Waiting for other ranks: polling, giving way, and never for ever.
 
-Every wait for a message ends here. A blocking MPI call would spin on the core that the awaited rank may need, and never
+Every wait for another rank ends here. A blocking MPI call would spin on the core that the awaited rank may need, and never
 notice that nobody will come.
 """
 
@@ -8,32 +8,61 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 DEFAULT_TIMEOUT_S = 600.0
+YIELD_AFTER_S, SLEEP_AFTER_S = 100e-6, 20e-3
+LONG_S = 1.0
+"""A wait that lasts longer is attended to, ten times a second."""
 
 
-def completed(requests: Sequence[MPI.Request], timeout_s: float, *, shares_cores: bool = True) -> bool:
-    """Waits until all requests are complete, at most `timeout_s` seconds; whether they are.
+class Patience:
+    """One wait, from its first fruitless look to its limit.
 
-    `shares_cores` says that ranks outnumber cores: another one then needs this core to get here.
+    Parameters
+    ----------
+    timeout_s : float
+    shares_cores : bool
+        Whether ranks outnumber cores: another one then needs this core to get here.
+    attend : function of the seconds waited, optional
+        Called about ten times a second once the wait is long.
     """
+
+    def __init__(self, timeout_s: float, *, shares_cores: bool = True, attend: Callable[[float], None] | None = None):
+        self._timeout_s, self._shares_cores, self._attend = timeout_s, shares_cores, attend
+        self._start = self._attended = time.monotonic()
+        self._looks = 0
+
+    def lasts(self) -> bool:
+        """Called after each look that found nothing: gives way for a moment; False once the limit has passed."""
+        self._looks += 1
+        now = time.monotonic()
+        waited_s = now - self._start
+        if self._shares_cores:
+            # Yielding alone lets a spinning neighbour have the core back.
+            os.sched_yield() if self._looks < 20 else time.sleep(50e-6)
+        elif waited_s > SLEEP_AFTER_S:
+            time.sleep(100e-6)
+        elif waited_s > YIELD_AFTER_S:
+            os.sched_yield()      # costs nothing where nobody else wants the core
+        if self._attend is not None and waited_s > LONG_S and now - self._attended > 0.1:
+            self._attended = now
+            self._attend(waited_s)
+        return waited_s <= self._timeout_s
+
+
+def completed(requests: Sequence[MPI.Request], patience: Callable[[], Patience]) -> bool:
+    """Waits until all requests are complete, or the patience ends; whether they are complete."""
     from mpi4py import MPI
 
     if not requests or MPI.Request.Testall(requests):
         return True
-    start, polls = time.monotonic(), 0
+    left = patience()
     while not MPI.Request.Testall(requests):
-        polls += 1
-        if shares_cores:
-            # Yielding alone lets a spinning neighbour have the core back.
-            os.sched_yield() if polls < 20 else time.sleep(50e-6)
-        elif polls > 2000:
-            time.sleep(100e-6)
-        if polls % 16 == 0 and time.monotonic() - start > timeout_s:
+        if not left.lasts():
             return False
     return True

@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "train": "train a model with ZeRO; what happens without a command",
+    "bench": "time the collectives beside each other and beside the MPI library's own",
+    "topo": "show nodes and links, measured; draw algorithms; predict their times on paper",
+    "tune": "measure every algorithm on this machine, and keep the times that adaptive goes by",
+    "explain": "show which algorithm adaptive takes for a call, and why",
     "doctor": "show what MPI, launcher, cores, devices and kernel cache hpczero finds here",
 }
 
-VARIABLES = ("HPCZERO_NODE_MAP", "HPCZERO_DEVICE_TRANSFER", "HPCZERO_MAX_COUNT")
+VARIABLES = ("HPCZERO_NODE_MAP", "HPCZERO_DEVICE_TRANSFER", "HPCZERO_MAX_COUNT", "HPCZERO_TUNING_TABLE")
 """What the package itself reads from the environment, beside HPCZERO_<COMMAND>_<KEY>."""
 
 
@@ -45,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, error = None, refusal
     if args is None and error is None:
         return 0
+    if error is None and started.rank is None and _is_on_paper(args):
+        try:
+            return import_module(f"hpczero.cli.{args.command}").run(args, None)
+        except ConfigError as refusal:
+            error = refusal
     launch.before_mpi(os.environ, started)
 
     def command(comm: MPI.Comm) -> int:
@@ -114,6 +123,12 @@ def _commands() -> str:
     return "\n".join(
         ["commands:", *lines, "", "The flags above are those of train; `COMMAND --help` shows the others'."]
     )
+
+
+def _is_on_paper(args: argparse.Namespace) -> bool:
+    """Whether the command says that, with these flags, it needs no MPI."""
+    needs_mpi = getattr(import_module(f"hpczero.cli.{args.command}"), "needs_mpi", None)
+    return needs_mpi is not None and not needs_mpi(args)
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

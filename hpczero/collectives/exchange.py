@@ -33,7 +33,7 @@ def reduce_scatter(buffer: Buffer, cuts: Sequence[Sequence[int]], transport: Tra
     """
     topology = transport.topology
     if isinstance(buffer, NodeRows):
-        transport.barrier(topology.node, what)        # every contribution is written
+        transport.node_barrier(what)        # every contribution is written
         for offsets in cuts:
             window.reduce_scatter(buffer, offsets, transport, "sum", what)
     else:
@@ -54,7 +54,7 @@ def all_gather(buffer: Buffer, cuts: Sequence[Sequence[int]], transport: Transpo
     for offsets in cuts:
         transport.execute(hierarchical.across_all_gather(topology.rank, topology.map), buffer.mine, offsets, what=what)
     if not buffer.is_single:
-        transport.barrier(topology.node, what)        # every block is in a row of this node
+        transport.node_barrier(what)        # every block is in a row of this node
         for offsets in cuts:
             window.gather_rows(buffer, offsets, transport, buffer.mine)
 
@@ -71,4 +71,4 @@ def broadcast(buffer: Buffer, transport: Transport, what: str) -> None:
         steps = within(tree.broadcast(ranks.index(topology.rank), len(ranks)), ranks, whole)
     # Also on ranks that have no part in it: every rank counts the calls, by which their messages are told apart.
     transport.execute(steps, flat, [0, flat.size], what=what)
-    transport.barrier(topology.node, what)
+    transport.node_barrier(what)

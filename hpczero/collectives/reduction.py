@@ -33,41 +33,52 @@ def check(dtype: Any, op: str) -> None:
         raise ConfigError(f"op='mean' of {dtype}: a mean of whole numbers need not be one; sum them, or cast to float64")
 
 
+def code(op: str) -> int:
+    """The number by which kernels know an operation; a mean is a sum until it is divided."""
+    return reduce.OPS.get(op, reduce.SUM)
+
+
 def combine(mine: Array, arrived: Array, op: str) -> None:
     """mine = mine op arrived, in place; 1-D, one dtype, both on the host or both on one device. A mean sums."""
-    code = reduce.OPS.get(op, reduce.SUM)
+    number = code(op)
     if is_half(mine.dtype):
-        arguments = (as_bits(mine), as_bits(arrived), half.FORMATS[np.dtype(mine.dtype)], code)
+        arguments = (as_bits(mine), as_bits(arrived), half.FORMATS[np.dtype(mine.dtype)], number)
         if is_device(mine):
             launch(half.combine_cuda, mine.size, *arguments)
         else:
             half.combine(*arguments)
     elif is_device(mine):
-        launch(reduce.combine_cuda, mine.size, mine, arrived, code)
+        launch(reduce.combine_cuda, mine.size, mine, arrived, number)
     else:
-        reduce.combine(mine, arrived, code)
+        reduce.combine(mine, arrived, number)
 
 
-def fold(rows: Array, row_of: dict[int, int], tree: Tree, op: str, first: int, out: Array) -> None:
+def fold(rows: Array, row_of: dict[int, int], tree: Tree, op: str, first: int, out: Array,
+         own: tuple[int, Array] | None = None) -> None:
     """out = rows[:, first:first + out.size] combined in the order of `tree`, whose rank r lies in row row_of[r].
 
-    On a device the rows are overwritten; on the host they are only read, and `out` may lie in one of them.
+    `own` is a rank whose elements are not in its row but in an array like `out`, or in `out` itself. On a device the rows
+    are overwritten; on the host they are only read, and `out` may lie in one of them.
     """
+    own_row, mine = (-1, out) if own is None else (row_of[own[0]], own[1])
     if is_device(rows):
         part = rows[:, first:first + out.size]
+        if own_row >= 0:
+            copy(part[own_row], mine)
         # Half types are added in float32 and rounded once, as on the host.
         part = part.astype(np.float32) if is_half(rows.dtype) else part
         copy(out, _fold_in_place(part, row_of, tree, op))
         return
-    code = reduce.OPS.get(op, reduce.SUM)
+    number = code(op)
     with_bits = is_half(rows.dtype)
-    widest = 4 if code == reduce.SUM and not with_bits else 1
+    widest = 4 if number == reduce.SUM and not with_bits else 1
     instructions = _program(tree, tuple(row_of[rank] for rank in leaves(tree)), widest)
     stack = np.empty((depth(instructions), reduce.BLOCK), np.float32 if with_bits else rows.dtype)
     if with_bits:
-        half.fold(as_bits(rows), instructions, stack, half.FORMATS[np.dtype(rows.dtype)], code, first, as_bits(out))
+        half.fold(as_bits(rows), instructions, stack, half.FORMATS[np.dtype(rows.dtype)], number, first, own_row,
+                  as_bits(mine), as_bits(out))
     else:
-        reduce.fold(rows, instructions, stack, code, first, out)
+        reduce.fold(rows, instructions, stack, number, first, own_row, mine, out)
 
 
 def divide(array: Array, divisor: int) -> None:

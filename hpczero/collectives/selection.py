@@ -7,15 +7,17 @@ besides the ranks:
 - `"canonical"`: the nodes alone (`order.canonical`); also independent of size, bucket, and algorithm;
 - `"world"`: nothing, not even the nodes: the canonical tree over all ranks.
 
-`choose` is a rule, the same on every rank since it depends on shared facts alone. Its one threshold comes from measuring
-MPICH and Open MPI on two cores: below 64 KiB rounds cost more than bytes.
+`choose` depends on facts that all ranks share, so that all take the same. What it knows of costs comes in as a function;
+without one a rule stands in, whose one threshold was measured on two cores: below 64 KiB rounds cost more than bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from hpczero.collectives.algorithms import SCHEDULES
 from hpczero.collectives.order import balanced, canonical
 from hpczero.errors import ConfigError
 from hpczero.topology import NodeMap
@@ -23,16 +25,12 @@ from hpczero.topology import NodeMap
 Order = Literal["any", "canonical", "world"]
 ORDERS = ("any", "canonical", "world")
 
-ALGORITHMS = {
-    "all_reduce": ("tree", "ring", "butterfly", "halving", "pairwise", "window", "hierarchical", "system"),
-    "reduce_scatter": ("ring", "halving", "pairwise", "window", "hierarchical", "system"),
-    "all_gather": ("ring", "halving", "pairwise", "window", "hierarchical", "system"),
-    "broadcast": ("tree", "system"),
-    "reduce": ("tree", "pairwise", "system"),
-}
+ALGORITHMS = {operation: (*names, "window", "system") for operation, names in SCHEDULES.items()}
 """The algorithms of each operation, beside "adaptive"."""
 
 SMALL_BYTES = 64 * 2**10
+MOVES_ONLY = ("all_gather", "broadcast")
+"""Operations that add nothing: every algorithm keeps every order."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,12 @@ class Call:
     """Partial sums that are sent are rounded, so an order is kept only by what rounds once."""
 
 
-def choose(call: Call, algorithm: str = "adaptive") -> str:
-    """The algorithm that runs: the one that was named, if it can, or the rule's choice.
+Costs = Callable[[Call, str], float]
+"""costs(call, algorithm): seconds that it is expected to take; infinite where nothing is known."""
+
+
+def choose(call: Call, algorithm: str = "adaptive", costs: Costs | None = None) -> str:
+    """The algorithm that runs: the one that was named, if it can, or the cheapest that can.
 
     Raises ConfigError if the named one does not exist for this operation, cannot run here, or does not keep the order.
     """
@@ -59,7 +61,10 @@ def choose(call: Call, algorithm: str = "adaptive") -> str:
         raise ConfigError(f"order={call.order!r} is not one of {', '.join(ORDERS)}")
     known = ALGORITHMS[call.operation]
     if algorithm == "adaptive":
-        return next(name for name in _preferred(call) if name in known and why_not(call, name) is None)
+        able = candidates(call)
+        if costs is not None:
+            return min(able, key=lambda name: (costs(call, name), known.index(name)))
+        return next(name for name in _preferred(call) if name in able)
     if algorithm not in known:
         raise ConfigError(f"{call.operation}: algorithm={algorithm!r} is not one of adaptive, {', '.join(known)}")
     reason = why_not(call, algorithm)
@@ -68,16 +73,24 @@ def choose(call: Call, algorithm: str = "adaptive") -> str:
     return algorithm
 
 
+def candidates(call: Call) -> list[str]:
+    """The algorithms that can serve a call."""
+    return [name for name in ALGORITHMS[call.operation] if why_not(call, name) is None]
+
+
 def why_not(call: Call, algorithm: str) -> str | None:
     """Why an algorithm cannot serve this call, or None if it can."""
     if algorithm == "window" and len(call.nodes.nodes) > 1:
         return f"works inside one node, and here are {len(call.nodes.nodes)}: take 'hierarchical'"
     if algorithm == "window" and call.on_device:
         return "works on host memory, and the array is on a device"
-    moves_only = call.operation in ("all_gather", "broadcast")
+    moves_only = call.operation in MOVES_ONLY
     if algorithm == "system" and call.is_half and not moves_only:
         return "has no sum of half types, since MPI has none: take another algorithm"
-    if moves_only or keeps(algorithm, call.order, call.nodes, is_half=call.is_half):
+    # To one root, a tree runs between the nodes, and rounds on its way.
+    by_tree = call.operation == "reduce" and algorithm in ("hierarchical", "leader") and len(call.nodes.nodes) > 2
+    rounds = call.is_half and call.order != "any" and by_tree
+    if moves_only or (keeps(algorithm, call.order, call.nodes, is_half=call.is_half) and not rounds):
         return None
     return f"does not add in order={call.order!r} over these {call.nodes.size} ranks: take 'pairwise', or order='any'"
 
@@ -86,33 +99,48 @@ def keeps(algorithm: str, order: Order, nodes: NodeMap, *, is_half: bool = False
     """Whether an algorithm's additions, and where they are rounded, depend on no more than `order` allows."""
     if order == "any" or nodes.size == 1:
         return True
-    one_level = len(nodes.nodes) in (1, nodes.size)
-    rounds_once = algorithm in ("pairwise", "window") or nodes.size == 2 or (algorithm == "hierarchical" and one_level)
-    if is_half and not rounds_once:
+    num_nodes = len(nodes.nodes)
+    if is_half and not _rounds_once(algorithm, nodes):
         return False
     # Trees over consecutive ranks are the canonical ones where the nodes do not matter, or happen to agree.
-    flat = order == "world" or canonical(nodes.nodes) == balanced(range(nodes.size))
+    same = canonical(nodes.nodes) == balanced(range(nodes.size))
+    over_ranks, over_nodes = order == "world" or same, order == "canonical" or same
     return {
         "pairwise": True,
-        "tree": flat,
-        "butterfly": flat and nodes.size & (nodes.size - 1) == 0,
-        "halving": flat and nodes.size & (nodes.size - 1) == 0,
-        "ring": nodes.size == 2,
         "window": True,
-        "hierarchical": order == "canonical" or canonical(nodes.nodes) == balanced(range(nodes.size)),
         "system": False,
-    }[algorithm]
+        "tree": over_ranks,
+        "butterfly": over_ranks and _is_power_of_two(nodes.size),
+        "halving": over_ranks and _is_power_of_two(nodes.size),
+        "hierarchical": over_nodes,
+        "leader": over_nodes,
+        "hierarchical:halving": over_nodes and _is_power_of_two(num_nodes),
+        "hierarchical:ring": over_nodes and num_nodes <= 2,
+        "hierarchical:circulant": over_nodes and num_nodes <= 2,
+    }.get(algorithm, nodes.size == 2)      # the others rotate the order with the block
+
+
+def _rounds_once(algorithm: str, nodes: NodeMap) -> bool:
+    """Whether a sum of half types, which is made in float32, is rounded to a half type only once."""
+    num_nodes = len(nodes.nodes)
+    return (nodes.size == 2 or algorithm in ("pairwise", "window")
+            or algorithm == "leader" and num_nodes == nodes.size
+            or algorithm.startswith("hierarchical") and (num_nodes == 1 or algorithm == "hierarchical"
+                                                         and num_nodes == nodes.size))
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _preferred(call: Call) -> tuple[str, ...]:
     """Names from most to least wanted; the last of them can always run."""
     several = len(call.nodes.nodes) > 1
-    if call.in_window:
-        first = "hierarchical" if several else "window"
-    elif call.nbytes < SMALL_BYTES:
-        first = "butterfly"
-    elif several:
-        first = "hierarchical"
+    if several:
+        first = "butterfly" if call.nbytes < SMALL_BYTES and not call.in_window else "hierarchical"
+    elif call.on_device or (call.nodes.size == 2 and call.nbytes > SMALL_BYTES and not call.in_window):
+        # Two ranks that exchange halves copy less than two that meet in a window.
+        first = "ring"
     else:
-        first = "ring" if call.on_device or call.nodes.size == 2 else "window"
+        first = "window"
     return (first, "tree", "pairwise") if call.operation in ("broadcast", "reduce") else (first, "pairwise")

@@ -1,14 +1,17 @@
 """Collectives inside a node without messages: every rank reads its neighbours' rows in shared memory.
 
 Each rank has its contribution in a row of a `NodeRows`. After a barrier, each rank adds its own stripe of all rows in one
-pass, in the canonical order; with several nodes the stripes are then exchanged between them (`hierarchical`, its
-`across_` halves). Traffic: reads L n and writes n per node, the least that a sum of L rows can cost, where messages would
-copy everything twice more.
+pass, in the canonical order; with several nodes the stripes are then exchanged between them (the `across_` parts of
+`hierarchical`, whose `Cut` also says who answers for which block).
 
-Data that live elsewhere pass through a staging window of bounded size (`Staging`).
+Bytes that move in memory, for an all-reduce of n bytes on each of L ranks of one node: rows that live in the window
+(`topology.empty`) are read once and one sum is written, L n + n; then every rank copies what the others have added,
+2 (L - 1) n. Arrays that live elsewhere pass through a window of bounded size (`Staging`): each rank copies in all but the
+stripe that it adds itself, 2 (L - 1) n more, and copies out its own stripe too, 2 n. Messages would copy everything
+twice more. Vectors of up to `SLOT_BYTES` take the short way, in one meeting (`slots`).
 
 A rank may still read its neighbours' rows when the call returns on another rank: after `reduce_scatter`, `gather_rows`
-and `all_gather`, a row may be written only after the next barrier of the node.
+and `all_gather`, a row may be written only after the next meeting of the node.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hpczero.collectives import hierarchical, reduction
+from hpczero.collectives.hierarchical import Cut, owned
 from hpczero.collectives.order import balanced
 from hpczero.collectives.schedule import spans
 from hpczero.collectives.transport import Transport
@@ -27,50 +31,62 @@ from hpczero.topology import Topology
 STAGING_BYTES = 16 * 2**20
 
 
-def reduce_scatter(rows: NodeRows, offsets: Sequence[int], transport: Transport, op: str, what: str = "") -> None:
+def reduce_scatter(rows: NodeRows, offsets: Sequence[int], transport: Transport, op: str, what: str = "", *,
+                   cut: Cut | None = None, between: str = "pairwise") -> None:
     """Block r of this rank's row becomes the reduction of block r over all ranks, on rank r.
 
-    Called by every rank of the topology after a barrier of the node behind which all contributions are written; block b
-    holds elements offsets[b] to offsets[b + 1]. Elsewhere the row may hold partial sums afterwards.
+    Called by every rank of the topology after a meeting of the node behind which all contributions are written; block b
+    holds elements offsets[b] to offsets[b + 1]. Elsewhere the row may hold partial sums afterwards. With another `cut` than
+    `hierarchical.owned`, each block ends with the member of its column that it belongs to.
     """
     topology = transport.topology
+    cut = cut or owned(topology.map)
     ranks = topology.map.nodes[topology.node_index]
     if len(ranks) > 1:
         tree, row_of = balanced(ranks), {rank: row for row, rank in enumerate(ranks)}
-        for first, last in spans(hierarchical.deputised(topology.rank, topology.map)):
+        for first, last in spans(cut.blocks_of[topology.rank]):
             lo, hi = offsets[first], offsets[last]
             # In place: nobody else reads these elements of this row.
             reduction.fold(rows.all, row_of, tree, op, lo, rows.mine[lo:hi])
             transport.bytes_sent["window"] += (len(ranks) - 1) * (hi - lo) * rows.mine.itemsize
-    transport.execute(hierarchical.across_reduce_scatter(topology.rank, topology.map), rows.mine, offsets, op, what)
+    steps = hierarchical.across_reduce_scatter(topology.rank, topology.map, cut, between)
+    transport.execute(steps, rows.mine, offsets, op, what)
 
 
-def gather_rows(rows: NodeRows, offsets: Sequence[int], transport: Transport, out: np.ndarray) -> None:
+def gather_rows(rows: NodeRows, offsets: Sequence[int], transport: Transport, out: np.ndarray, *,
+                cut: Cut | None = None) -> None:
     """All blocks, each from the row of the rank that answers for it on this node, into `out`; `out` may be `rows.mine`.
 
-    Called after the `across_all_gather` of `hierarchical` on every rank's row, and a barrier of the node.
+    Called after the `across_all_gather` of `hierarchical` on every rank's row, and a meeting of the node.
     """
     topology = transport.topology
+    cut = cut or owned(topology.map)
     for row, rank in enumerate(topology.map.nodes[topology.node_index]):
         source = rows.all[row]
         if rank == topology.rank and np.shares_memory(out, source):
             continue
-        for first, last in spans(hierarchical.deputised(rank, topology.map)):
+        for first, last in spans(cut.blocks_of[rank]):
             lo, hi = offsets[first], offsets[last]
             out[lo:hi] = source[lo:hi]
             transport.bytes_sent["window"] += (hi - lo) * out.itemsize if rank != topology.rank else 0
 
 
-def all_gather(rows: NodeRows, offsets: Sequence[int], transport: Transport, out: np.ndarray, what: str = "") -> None:
-    """Block r from rank r's row, for every r, into `out`; `out` may be `rows.mine`."""
+def all_gather(rows: NodeRows, offsets: Sequence[int], transport: Transport, out: np.ndarray, what: str = "", *,
+               cut: Cut | None = None, between: str = "pairwise") -> None:
+    """Every block from the row of the rank it belongs to, into `out`; `out` may be `rows.mine`."""
     topology = transport.topology
-    transport.execute(hierarchical.across_all_gather(topology.rank, topology.map), rows.mine, offsets, what=what)
-    transport.barrier(topology.node, what)
-    gather_rows(rows, offsets, transport, out)
+    steps = hierarchical.across_all_gather(topology.rank, topology.map, cut, between)
+    transport.execute(steps, rows.mine, offsets, what=what)
+    transport.node_barrier(what)
+    gather_rows(rows, offsets, transport, out, cut=cut)
 
 
 class Staging:
-    """The window through which data pass that do not live in shared memory: at most `STAGING_BYTES` per rank."""
+    """The window through which data pass that do not live in shared memory: at most `STAGING_BYTES` per rank.
+
+    Every call begins after a meeting of all ranks (the agreement on the call), by which rows that others may still have
+    read are free again.
+    """
 
     def __init__(self, topology: Topology):
         self._topology, self._rows = topology, None
@@ -84,58 +100,77 @@ class Staging:
         """This rank's part of the window."""
         return 0 if self._rows is None else self._rows.mine.nbytes
 
-    def reduce_scatter(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, op: str, what: str) -> None:
+    def reduce_scatter(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, op: str, what: str,
+                       between: str = "pairwise") -> None:
         """Block r of `flat` becomes the reduction over all ranks, on rank r; its other elements stay as they are."""
-        for rows, ranges, places in self._chunks(flat, offsets, transport, op, what):
-            mine = transport.topology.rank
-            flat[slice(*ranges[mine])] = rows.mine[places[mine]:places[mine + 1]]
+        cut, rank = owned(self._topology.map), self._topology.rank
+        for piece in self._reduced(flat, offsets, transport, op, what, cut, between):
+            piece.copy_out([rank], rank, self._topology)
 
-    def all_reduce(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, op: str, what: str) -> None:
-        """Every element of `flat` becomes the reduction over all ranks."""
-        for rows, ranges, places in self._chunks(flat, offsets, transport, op, what):
-            whole = np.empty(places[-1], flat.dtype)
-            all_gather(rows, places, transport, whole, what)
-            _scatter(whole, flat, ranges, places)
+    def all_reduce(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, op: str, what: str,
+                   cut: Cut, between: str = "pairwise") -> None:
+        """Every element of `flat` becomes the reduction over all ranks; `offsets` are those of the blocks of `cut`."""
+        for piece in self._reduced(flat, offsets, transport, op, what, cut, between):
+            piece.spread(transport, what, cut, between)
 
-    def all_gather(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, what: str) -> None:
+    def all_gather(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, what: str,
+                   between: str = "pairwise") -> None:
         """Block r of `flat` comes from rank r, for every r."""
-        rank = transport.topology.rank
-        for rows, ranges, places in self._slices(flat, offsets):
-            rows.mine[places[rank]:places[rank + 1]] = flat[slice(*ranges[rank])]
-            whole = np.empty(places[-1], flat.dtype)
-            all_gather(rows, places, transport, whole, what)
-            _scatter(whole, flat, ranges, places)
-            transport.barrier(transport.topology.node, what)     # rows are read: the next slice may be written
+        cut = owned(self._topology.map)
+        for piece in self._pieces(flat, offsets, transport, what):
+            piece.copy_in([self._topology.rank])
+            piece.spread(transport, what, cut, between)
+
+    def broadcast(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, what: str, root: int) -> None:
+        """`flat` becomes that of rank `root`, within one node; `offsets` cut it into a block per rank, as elsewhere."""
+        for piece in self._pieces(flat, offsets, transport, what):
+            blocks = range(len(piece.ranges))
+            if self._topology.rank == root:
+                piece.copy_in(blocks)
+            transport.node_barrier(what)
+            if self._topology.rank != root:
+                transport.bytes_sent["window"] += piece.copy_out(blocks, root, self._topology)
+
+    def reduce(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, op: str, what: str, root: int) -> None:
+        """`flat` of rank `root` becomes the reduction over all ranks of one node; the others stay as they are."""
+        cut = owned(self._topology.map)
+        for piece in self._reduced(flat, offsets, transport, op, what, cut, "pairwise"):
+            transport.node_barrier(what)
+            if self._topology.rank == root:
+                for rank in range(self._topology.size):
+                    piece.copy_out([rank], rank, self._topology)
 
     def close(self) -> None:
         if self._rows is not None:
             self._rows.close()
             self._rows = None
 
-    def _chunks(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, op: str, what: str) -> Iterator:
-        """Each slice of the vector, copied into this rank's row and reduced there."""
-        for rows, ranges, places in self._slices(flat, offsets):
-            for (lo, hi), place in zip(ranges, places, strict=False):
-                rows.mine[place:place + hi - lo] = flat[lo:hi]
-            transport.barrier(transport.topology.node, what)
-            reduce_scatter(rows, places, transport, op, what)
-            yield rows, ranges, places
-            transport.barrier(transport.topology.node, what)
+    def _reduced(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, op: str, what: str, cut: Cut,
+                 between: str) -> Iterator[_Piece]:
+        """The vector a piece at a time, reduced to the ranks that its blocks belong to, in their rows."""
+        rank, nodes = self._topology.rank, self._topology.map
+        mine = cut.blocks_of[rank]
+        for piece in self._pieces(flat, offsets, transport, what):
+            piece.copy_in(sorted(set(range(cut.num_blocks)) - set(mine)))
+            transport.node_barrier(what)
+            piece.fold(mine, transport, op)
+            steps = hierarchical.across_reduce_scatter(rank, nodes, cut, between)
+            transport.execute(steps, piece.rows.mine, piece.places, op, what)
+            yield piece
 
-    def _slices(self, flat: np.ndarray, offsets: Sequence[int]) -> Iterator[tuple[NodeRows, list, list[int]]]:
-        """A part of every block at a time, as much as the window holds: (rows, part of each block, its place)."""
-        size = len(offsets) - 1
+    def _pieces(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, what: str) -> Iterator[_Piece]:
+        """A part of every block at a time, as much as the window holds."""
+        num_blocks = len(offsets) - 1
         largest = max(hi - lo for lo, hi in zip(offsets, offsets[1:], strict=False))
         itemsize = flat.dtype.itemsize
-        step = max(1, min(largest, STAGING_BYTES // (size * itemsize)))
-        rows = self._of_size(size * step * itemsize).viewed(flat.dtype)
+        step = max(1, min(largest, STAGING_BYTES // (num_blocks * itemsize)))
+        rows = self._of_size(num_blocks * step * itemsize).viewed(flat.dtype)
         for start in range(0, largest, step):
-            ranges = [(min(lo + start, hi), min(lo + start + step, hi))
-                      for lo, hi in zip(offsets, offsets[1:], strict=False)]
-            places = [0]
-            for lo, hi in ranges:
-                places.append(places[-1] + hi - lo)
-            yield rows, ranges, places
+            if start:
+                transport.node_barrier(what)      # all have read the piece before
+            yield _Piece(flat, rows, [
+                (min(lo + start, hi), min(lo + start + step, hi)) for lo, hi in zip(offsets, offsets[1:], strict=False)
+            ])
 
     def _of_size(self, nbytes: int) -> NodeRows:
         """The window, grown to a power of two; every rank asks for the same size, so growing is collective."""
@@ -146,6 +181,47 @@ class Staging:
         return self._rows
 
 
-def _scatter(whole: np.ndarray, flat: np.ndarray, ranges: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
-    for (lo, hi), place in zip(ranges, places, strict=False):
-        flat[lo:hi] = whole[place:place + hi - lo]
+class _Piece:
+    """A part of every block of a vector, and its place in the rows of the window."""
+
+    def __init__(self, flat: np.ndarray, rows: NodeRows, ranges: list[tuple[int, int]]):
+        self.flat, self.rows, self.ranges = flat, rows, ranges
+        self.places = [0]
+        for lo, hi in ranges:
+            self.places.append(self.places[-1] + hi - lo)
+
+    def copy_in(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            lo, hi = self.ranges[block]
+            self.rows.mine[self.places[block]:self.places[block + 1]] = self.flat[lo:hi]
+
+    def fold(self, blocks: Sequence[int], transport: Transport, op: str) -> None:
+        """This rank's blocks, of which its own part never left `flat`, into its row."""
+        topology = transport.topology
+        ranks = topology.map.nodes[topology.node_index]
+        tree, row_of = balanced(ranks), {rank: row for row, rank in enumerate(ranks)}
+        for block in blocks:
+            lo, hi = self.ranges[block]
+            place = self.places[block]
+            into = self.rows.mine[place:place + hi - lo]
+            reduction.fold(self.rows.all, row_of, tree, op, place, into, (topology.rank, self.flat[lo:hi]))
+            transport.bytes_sent["window"] += (len(ranks) - 1) * into.nbytes
+
+    def spread(self, transport: Transport, what: str, cut: Cut, between: str) -> None:
+        """Every block, from the row of the rank it belongs to, into `flat` on all ranks."""
+        topology = transport.topology
+        steps = hierarchical.across_all_gather(topology.rank, topology.map, cut, between)
+        transport.execute(steps, self.rows.mine, self.places, what=what)
+        transport.node_barrier(what)
+        for rank in topology.map.nodes[topology.node_index]:
+            copied = self.copy_out(cut.blocks_of[rank], rank, topology)
+            transport.bytes_sent["window"] += copied if rank != topology.rank else 0
+
+    def copy_out(self, blocks: Sequence[int], rank: int, topology: Topology) -> int:
+        """Blocks from the row of a rank of this node; how many bytes."""
+        source, copied = self.rows.all[topology.map.local_of[rank]], 0
+        for block in blocks:
+            lo, hi = self.ranges[block]
+            self.flat[lo:hi] = source[self.places[block]:self.places[block + 1]]
+            copied += (hi - lo) * self.flat.itemsize
+        return copied

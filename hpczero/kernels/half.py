@@ -88,7 +88,7 @@ def divide(mine, kind, divisor):
 
 
 @cpu_loop()
-def fold(rows, instructions, stack, kind, op, first, out):
+def fold(rows, instructions, stack, kind, op, first, own_row, own, out):
     """As `reduce.fold`, over rows of half bits: uint16 rows and `out`, a float32 `stack`, instructions of single rows."""
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
@@ -102,7 +102,8 @@ def fold(rows, instructions, stack, kind, op, first, out):
                     stack[top, i] = _combined_cpu(stack[top, i], stack[top + 1, i], op)
                 continue
             top += 1
-            row = rows[instructions[k, 1], first + start:first + stop]
+            number = instructions[k, 1]
+            row = own[start:stop] if number == own_row else rows[number, first + start:first + stop]
             for i in range(size):
                 stack[top, i] = _decode_cpu(row[i], kind)
         for i in range(size):

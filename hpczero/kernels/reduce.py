@@ -69,8 +69,8 @@ def combine(mine, arrived, op):
 
 
 @cpu_loop()
-def fold(rows, instructions, stack, op, first, out):
-    """out = the rows[:, first:first + out.size], combined in the order of `instructions`.
+def fold(rows, instructions, stack, op, first, own_row, own, out):
+    """out = the rows[:, first:first + out.size], combined in the order of `instructions`, with `own` for one of the rows.
 
     Parameters
     ----------
@@ -82,10 +82,15 @@ def fold(rows, instructions, stack, op, first, out):
         Scratch for partial sums.
     op : int
         SUM, PROD, MIN or MAX.
+    own_row : int
+        The row that is not read from `rows`, since its elements are in `own`; -1 for none.
+    own : (out.size,)
+        May be `out`; not looked at where `own_row` is -1.
     """
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
         lo, hi = first + start, first + stop
+        mine = own[start:stop]
         top = -1
         for k in range(instructions.shape[0]):
             code = instructions[k, 0]
@@ -95,19 +100,20 @@ def fold(rows, instructions, stack, op, first, out):
                 continue
             top += 1
             into = stack[top, :hi - lo]
-            a = rows[instructions[k, 1], lo:hi]
+            a = mine if instructions[k, 1] == own_row else rows[instructions[k, 1], lo:hi]
             if code == 1:
                 _load(a, into)
                 continue
-            b = rows[instructions[k, 2], lo:hi]
+            b = mine if instructions[k, 2] == own_row else rows[instructions[k, 2], lo:hi]
             if code == 2:
                 _load_sum2(a, b, into)
+                continue
+            c = mine if instructions[k, 3] == own_row else rows[instructions[k, 3], lo:hi]
+            if code == 3:
+                _load_sum3(a, b, c, into)
             else:
-                c = rows[instructions[k, 3], lo:hi]
-                if code == 3:
-                    _load_sum3(a, b, c, into)
-                else:
-                    _load_sum4(a, b, c, rows[instructions[k, 4], lo:hi], into)
+                d = mine if instructions[k, 4] == own_row else rows[instructions[k, 4], lo:hi]
+                _load_sum4(a, b, c, d, into)
         _load(stack[0, :hi - lo], out[start:stop])
 
 

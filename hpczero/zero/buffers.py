@@ -106,7 +106,7 @@ class GradientSlots:
         put(self.shards[slice(*self._shard_cuts[bucket:bucket + 2])], mine, 1.0, add=not self._is_first)
         if len(self._slots) == 1:
             # The only slot is opened again next: neighbours must have read it.
-            self._transport.barrier(self._transport.topology.node, f"gradients of bucket {bucket}")
+            self._transport.node_barrier(f"gradients of bucket {bucket}")
 
     def micro_batch_done(self) -> None:
         self._is_first = False

@@ -212,7 +212,7 @@ class Zero3Engine(PartitionedTraining):
             exchange.broadcast(self._layer_buffer, self._transport, "initial parameters")
             lo, hi = self._my_cuts(index)
             copy(self._shard_of(index), flat[lo:hi])
-            self._transport.barrier(self.topology.world, "initial parameters")
+            self._transport.barrier("initial parameters")
 
     def _forget(self) -> None:
         self.saved = None
@@ -223,15 +223,15 @@ class Zero3Engine(PartitionedTraining):
             return {}
         index = self._bucket_of[name]
         bucket = self.layout.buckets[index]
-        flat, node = flat_of(self._layer_buffer), self.topology.node
+        flat = flat_of(self._layer_buffer)
         if self._held != index:
             what = f"parameters of layer {name}"
-            self._transport.barrier(node, what)      # neighbours are done with the layer that is there
+            self._transport.node_barrier(what)      # neighbours are done with the layer that is there
             lo, hi = self._my_cuts(index)
             copy(flat[lo:hi], self._shard_of(index))
             cuts = [cut - bucket.start for cut in self.layout.cuts(index)]
             exchange.all_gather(self._layer_buffer, [cuts], self._transport, what)
-            self._transport.barrier(node, what)      # and every part of this one has arrived
+            self._transport.node_barrier(what)      # and every part of this one has arrived
             self._held = index
         found = views(flat, self.layout, bucket.names, base=bucket.start, writable=False)
         return {short: found[f"{name}.{short}"] for short in layer.shapes}

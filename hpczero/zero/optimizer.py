@@ -337,7 +337,7 @@ class ZeroOptimizer(PartitionedTraining):
 
     def _reopen(self) -> None:
         """Ready for the next micro-batch: neighbours have read this rank's rows, and the single copy is whole."""
-        self._transport.barrier(self.topology.node, "end of step")
+        self._transport.node_barrier("end of step")
         if self._by_hand and self._gradients is not None:
             flat_of(self._gradients)[...] = 0
         self._restart()

@@ -12,6 +12,7 @@ from agreement import check_everywhere
 from hpczero.collectives import selection
 from hpczero.collectives.api import all_gather, all_reduce, broadcast, reduce, reduce_scatter, shard_slice
 from hpczero.collectives.order import balanced, canonical
+from hpczero.collectives.transport import Transport
 from hpczero.errors import ConfigError, MismatchError
 from hpczero.topology import Topology
 
@@ -132,11 +133,11 @@ def test_all_gather_by_every_algorithm_puts_the_shards_together(comm, topologies
 @pytest.mark.time_limit(120)
 def test_broadcast_and_reduce_work_from_and_to_every_root(comm, topologies, findings):
     for topology, root in itertools.product(topologies, range(comm.size)):
-        for count, name in itertools.product((0, 1, 1001), selection.ALGORITHMS["broadcast"]):
+        for count, name in itertools.product((0, 1, 1001, 70001), algorithms("broadcast", topology)):
             array = whole_numbers(comm.rank, count, np.float32)
             broadcast(array, topology, root=root, algorithm=name)
             findings.check(np.array_equal(array, whole_numbers(root, count, np.float32)), f"{name} {root}")
-        for count, name in itertools.product((0, 1, 1001), selection.ALGORITHMS["reduce"]):
+        for count, name in itertools.product((0, 1, 1001, 70001), algorithms("reduce", topology)):
             array = whole_numbers(comm.rank, count, np.float32)
             result = reduce(array, topology, root=root, algorithm=name)
             at_root = comm.rank == root
@@ -245,24 +246,47 @@ def test_arrays_of_other_libraries_are_reduced_in_their_own_memory(comm, topolog
     check_everywhere(comm, scalar.shape == () and scalar == 2 * comm.size, f"{scalar}")
 
 
+def sent_by(topology, call):
+    """Bytes by link that this rank sends, or reads of its neighbours' memory, in one call."""
+    before = dict(Transport.of(topology).bytes_sent)
+    call()
+    return {link: count - before[link] for link, count in Transport.of(topology).bytes_sent.items()}
+
+
 def test_node_shared_arrays_are_reduced_without_a_message_inside_the_node(comm, topologies):
     for topology in topologies:
-        array = topology.empty(1001, np.float32)
-        array[:] = whole_numbers(comm.rank, 1001, np.float32)
-        from hpczero.collectives.transport import Transport
-
-        before = dict(Transport.of(topology).bytes_sent)
-        all_reduce(array, topology)
-        sent = {link: count - before[link] for link, count in Transport.of(topology).bytes_sent.items()}
-        expected = everyones(comm, 1001, np.float32).sum(0)
+        array = topology.empty(30011, np.float32)
+        array[:] = whole_numbers(comm.rank, 30011, np.float32)
+        name = "window" if topology.num_nodes == 1 else "hierarchical"
+        sent = sent_by(topology, lambda: all_reduce(array, topology, algorithm=name))      # noqa: B023 - called at once
+        expected = everyones(comm, 30011, np.float32).sum(0)
         check_everywhere(comm, np.array_equal(array, expected), f"{topology}")
         check_everywhere(comm, sent["node"] == 0, f"{sent}")
-        total = comm.allreduce(sent["network"])
-        size, nodes = comm.size, topology.map.nodes
-        if 1001 % size == 0 or len(nodes) == 1:
-            shard = 1001 // size * 4
-            expected_bytes = sum((size - len(ranks)) + len(ranks) * (len(nodes) - 1) for ranks in nodes) * shard
-            check_everywhere(comm, total == expected_bytes * (len(nodes) > 1), f"{total} for {expected_bytes}")
+
+
+def test_every_network_card_carries_no_more_than_the_bound_for_every_collective(comm, topologies, findings):
+    count = 60060      # divisible by whatever there is: the bound can be met exactly
+    for topology in topologies:
+        nodes, num_nodes = topology.map.nodes, topology.num_nodes
+        whole, share = 4 * count, 4 * count // comm.size * topology.ranks_per_node[topology.node_index]
+        calls = {
+            "all_reduce": (all_reduce, 2 * (num_nodes - 1) * whole // num_nodes),
+            # A node sends its sums of what others own; and what it owns to all others.
+            "reduce_scatter": (reduce_scatter, whole - share),
+            "all_gather": (all_gather, (num_nodes - 1) * share),
+        }
+        for between, (name, (call, bound)) in itertools.product(("", ":ring", ":circulant"), calls.items()):
+            array = whole_numbers(comm.rank, count, np.float32)
+            sent = sent_by(topology, lambda: call(array, topology, algorithm=f"hierarchical{between}"))      # noqa: B023
+            by_card = topology.node.allreduce(sent["network"])
+            exact = not between or name == "all_reduce" or len(set(topology.ranks_per_node)) == 1
+            findings.check(by_card == bound if exact else by_card <= 2 * bound, f"{name}{between} {nodes}: {by_card} {bound}")
+        for call, name in ((broadcast, "broadcast"), (reduce, "reduce")):
+            array = whole_numbers(comm.rank, count, np.float32)
+            sent = sent_by(topology, lambda: call(array, topology, algorithm="hierarchical"))      # noqa: B023
+            total = comm.allreduce(sent["network"])
+            # Of a tree over the nodes: the vector reaches, or leaves, every node but the root's once.
+            findings.check(total == (num_nodes - 1) * whole, f"{name} {nodes}: {total}")
 
 
 def test_a_mismatch_is_raised_on_every_rank_and_names_the_odd_one(comm, topologies):
@@ -401,11 +425,15 @@ def test_half_sums_in_canonical_order_have_the_same_bits_by_every_algorithm_that
 def test_arrays_of_different_windows_or_of_none_are_a_mismatch(comm):
     if comm.size == 1:
         return
+    count = 20000      # too many for the slots of a node, through which arrays go from anywhere
     with Topology(comm) as topology:
-        first, second = topology.empty(8), topology.empty(8)
-        for mine in ((first if comm.rank == 0 else second), (first if comm.rank == 0 else np.zeros(8, np.float32))):
+        first, second = topology.empty(count), topology.empty(count)
+        other = second if comm.rank == 1 else np.zeros(count, np.float32)
+        for mine in ((first if comm.rank == 0 else second), (first if comm.rank == 0 else other)):
             with pytest.raises(MismatchError, match="window"):
                 all_reduce(mine, topology, algorithm="window")
+            mine[:8] = 1
+            assert (all_reduce(mine[:8], topology, algorithm="window") == comm.size).all()
 
 
 def test_read_only_arrays_are_refused_on_every_rank_where_they_would_be_written(comm, topologies):

@@ -15,8 +15,10 @@ from hpczero.errors import (
     DeviceError,
     HpczeroError,
     MismatchError,
+    NoCommunicatorError,
     RoomError,
     StallError,
+    WorldSizeMismatchError,
 )
 
 BUILTIN_OF = {
@@ -26,6 +28,8 @@ BUILTIN_OF = {
     DeviceError: RuntimeError,
     RoomError: RuntimeError,
     StallError: TimeoutError,
+    NoCommunicatorError: RuntimeError,
+    WorldSizeMismatchError: ValueError,
 }
 
 

@@ -37,7 +37,7 @@ def test_fold_combines_rows_in_the_order_of_the_tree_bit_for_bit(num_rows, dtype
     stack = np.empty((depth(instructions), reduce.BLOCK), dtype)
     for first, count in [(0, 5000), (0, 0), (7, 1), (3, 2048), (1, 2049), (4999, 1)]:
         out = np.empty(count, dtype)
-        reduce.fold(rows, instructions, stack, reduce.OPS[op], first, out)
+        reduce.fold(rows, instructions, stack, reduce.OPS[op], first, -1, out, out)
         with np.errstate(over="ignore"):
             expected = in_order(tree, rows[:, first:first + count], UFUNCS[op])
         assert out.tobytes() == expected.tobytes()
@@ -50,8 +50,28 @@ def test_fold_may_write_into_one_of_its_rows(num_rows):
     instructions = program(tree, {rank: rank for rank in range(num_rows)})
     stack = np.empty((depth(instructions), reduce.BLOCK), np.float32)
     expected = in_order(tree, rows.copy(), np.add)
-    reduce.fold(rows, instructions, stack, reduce.SUM, 10, rows[1, 10:5990])
-    assert np.array_equal(rows[1, 10:5990], expected[10:5990])
+    into = rows[1, 10:5990]
+    reduce.fold(rows, instructions, stack, reduce.SUM, 10, -1, into, into)
+    assert np.array_equal(into, expected[10:5990])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_fold_may_have_one_row_elsewhere_and_write_over_it(num_rows, dtype):
+    rows = np.random.default_rng(0).standard_normal((num_rows, 6000)).astype(dtype)
+    tree, is_half = balanced(range(num_rows)), dtype == np.float16
+    instructions = program(tree, {rank: rank for rank in range(num_rows)}, widest=1 if is_half else 4)
+    stack = np.empty((depth(instructions), reduce.BLOCK), np.float32)
+    expected = in_order(tree, rows.astype(np.float32), np.add).astype(dtype)
+    for own_row in range(num_rows):
+        own, beside = rows[own_row, 10:5990].copy(), rows.copy()
+        beside[own_row] = np.nan
+        if is_half:
+            bits = own.view(np.uint16)
+            half.fold(beside.view(np.uint16), instructions, stack, half.FP16, half.SUM, 10, own_row, bits, bits)
+        else:
+            reduce.fold(beside, instructions, stack, reduce.SUM, 10, own_row, own, own)
+        assert np.array_equal(own, expected[10:5990])
 
 
 @pytest.mark.parametrize("op", UFUNCS)
@@ -111,7 +131,7 @@ def test_a_half_fold_rounds_once(num_rows, dtype, op):
     instructions = program(tree, {rank: rank for rank in range(num_rows)}, widest=1)
     stack = np.empty((depth(instructions), reduce.BLOCK), np.float32)
     out = np.empty(2900, dtype)
-    half.fold(rows.view(np.uint16), instructions, stack, half.FORMATS[np.dtype(dtype)], reduce.OPS[op], 50,
-              out.view(np.uint16))
+    half.fold(rows.view(np.uint16), instructions, stack, half.FORMATS[np.dtype(dtype)], reduce.OPS[op], 50, -1,
+              out.view(np.uint16), out.view(np.uint16))
     expected = in_order(tree, rows[:, 50:2950].astype(np.float32), UFUNCS[op]).astype(dtype)
     assert out.tobytes() == expected.tobytes()

@@ -1,0 +1,373 @@
+"""One call of a collective: its arguments looked at, agreed on by all ranks, decided, and run.
+
+What shapes and settings decide (the algorithm, the blocks, the rounds of messages) is a `Decision`, made once and kept for
+the next call like it. Ranks that make the same calls keep the same decisions, whatever the layout of their arrays: a rank
+may pass a strided view where another passes a whole array.
+
+Agreement comes first, and takes one meeting (`guard.agree`). Small vectors inside a node are reduced in that very meeting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpczero.arrays import Array, copy, from_any, is_device, is_half, namespace
+from hpczero.collectives import algorithms, hierarchical, reduction, system, window
+from hpczero.collectives.costs import Costs
+from hpczero.collectives.guard import agree, explain, fingerprint
+from hpczero.collectives.messages import Round, resolve
+from hpczero.collectives.order import balanced
+from hpczero.collectives.selection import Call, choose
+from hpczero.collectives.slots import SLOT_BYTES
+from hpczero.collectives.transport import Transport
+from hpczero.errors import ConfigError
+from hpczero.memory import NodeRows
+from hpczero.topology import Topology
+
+MOST_DECISIONS = 4096
+IN_MEMORY = ("all_reduce", "reduce_scatter", "all_gather")
+"""What "hierarchical" does in host memory without messages inside the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a call comes to, given shapes and settings."""
+
+    what: str
+    """The call in words, for messages; what ranks must agree on."""
+    mark: int
+    """Its fingerprint."""
+    algorithm: str
+    small: bool
+    """The vector fits into the slots of a node: no more than one meeting is needed."""
+    offsets: Sequence[int]
+    """Where the blocks begin that the algorithm names, and the end of the last."""
+    rounds: list[Round] | None
+    """What this rank sends and receives, where the algorithm is a schedule."""
+
+
+class Invocation:
+    """One call. Every rank of the topology makes it, with the same settings, shape and dtype.
+
+    Looks at the arguments without raising: an error found on one rank is raised on all by `begin`.
+
+    Attributes
+    ----------
+    array : the caller's array, or `out` once `begin` has copied into it
+    count : int
+    shards : list of int
+        Where each rank's shard begins, and the end.
+    """
+
+    def __init__(self, operation: str, array: Any, topology: Topology, *, op: str = "sum", algorithm: str = "adaptive",
+                 order: str = "any", root: int = 0, counts: Sequence[int] | None = None, out: Any = None):
+        self.operation, self.topology, self.op, self.order, self.root = operation, topology, op, order, root
+        self.transport = Transport.of(topology)
+        self._asked, self._counts = algorithm, counts
+        self._original, self._given_out = array, out
+        self._error: Exception | None = None
+        self.count, self.what, self._key, self.shards = 0, operation, None, [0] * (topology.size + 1)
+        try:
+            self._look(array, out)
+        except (TypeError, BufferError) as error:
+            self._error = ConfigError(f"{operation}: {error}")
+        except Exception as error:      # noqa: BLE001 - whatever an argument does when it is looked at: the others must hear
+            self._error = error
+
+    def expect(self, name: str, array: Any, shape: tuple[int, ...], *, written: bool) -> None:
+        """Notes an error unless `array` is absent or an array of this shape and the call's dtype."""
+        if array is None or self._error is not None:
+            return
+        try:
+            array = from_any(array)
+        except TypeError as error:
+            self._error = ConfigError(f"{self.operation}: {name}: {error}")
+            return
+        if array.shape != shape or array.dtype != self.array.dtype:
+            self._error = ConfigError(f"{self.operation}: {name} must be {shape} of {self.array.dtype}, not "
+                                      f"{array.shape} of {array.dtype}")
+        elif written and not is_device(array) and not array.flags.writeable:
+            self._error = ConfigError(f"{self.operation}: {name} is read-only")
+
+    def require_writable(self) -> None:
+        if self._error is None and not is_device(self.array) and not self.array.flags.writeable:
+            self._error = ConfigError(f"{self.operation}: the array is read-only; pass out=, or a copy")
+
+    def require_contiguous(self) -> None:
+        if self._error is None and not self.array.flags.c_contiguous:
+            self._error = ConfigError(f"{self.operation}: a strided array has no shard that is a view; pass out=")
+
+    def begin(self, *, apart: bool = False) -> Array:
+        """The vector to work on, once all ranks have agreed; a copy if `apart`, or where the array is strided."""
+        known = self.transport.decisions.get(self._key) if self._error is None else None
+        if known is None or not known.small:
+            agree(self.transport, self.what, self._error, known and known.mark)
+        self.decision = known or self._decide()
+        if self._given_out is not None:
+            copy(self._out, self.array)
+            self.array = self._out
+        if apart or not self.array.flags.c_contiguous:
+            return namespace(self.array).ascontiguousarray(self.array).reshape(-1).copy()
+        return self.array.reshape(-1)
+
+    def run(self, flat: Array) -> None:
+        """Moves and combines; what `flat` holds afterwards is said by the operation."""
+        decision = self.decision
+        if decision.small:
+            if not _SMALL[self.operation](self, flat):
+                explain(self.transport, self.what, None)
+            if self.operation == "all_reduce" and self.op != "mean":
+                settings = self.array.shape, flat.dtype, self.op, self._asked, self.order
+                self.transport.small_sums[settings] = reduction.code(self.op), decision.mark, decision.what
+        elif decision.rounds is not None:
+            self.transport.play(decision.rounds, flat, self.op, self.what)
+        elif decision.algorithm == "system":
+            _SYSTEM[self.operation](self, flat)
+        else:
+            _IN_MEMORY[self.operation](self, flat)
+        if self.op == "mean" and self.operation == "all_reduce":
+            reduction.divide(flat, self.topology.size)
+
+    def finish(self, flat: Array) -> Array:
+        """The result in the caller's array, or in `out`."""
+        if not self.array.flags.c_contiguous:
+            copy(self.array, flat.reshape(self.array.shape))
+        return self._original if self._given_out is None else self._given_out
+
+    @property
+    def between(self) -> str:
+        """What runs between the nodes."""
+        return self.decision.algorithm.partition(":")[2] or "pairwise"
+
+    @property
+    def writes_late(self) -> bool:
+        """The contribution was written after the ranks had met."""
+        return self._given_out is not None
+
+    def node_rows(self, flat: Array) -> NodeRows | None:
+        """The rows that `flat` is one of, if it came whole from `topology.empty`."""
+        for rows in self.topology.resources.get("node-shared arrays", ()):
+            mine = rows.mine
+            if not is_device(flat) and flat.size and mine.size == flat.size and mine.dtype == flat.dtype \
+                    and mine.ctypes.data == flat.ctypes.data:
+                return rows
+        return None
+
+    def _look(self, array: Any, out: Any) -> None:
+        self.array = from_any(array)
+        self.count = self.array.size
+        reduction.check(self.array.dtype, self.op)
+        size = self.topology.size
+        if not isinstance(self.root, (int, np.integer)) or not 0 <= self.root < size:
+            raise ConfigError(f"{self.operation}: root={self.root!r} is no rank of 0 to {size - 1}")
+        self.shards = shard_offsets(self.count, size) if self._counts is None else self._given_shards()
+        if out is not None:
+            self._look_at_out(out)
+        # To the root alone `out` is given, and what a reduction leaves in rows must not show: no window for it.
+        may_share = self.operation != "reduce"
+        memory = self._memory(self.array if out is None or not may_share else self._out, may_share)
+        counts = None if self._counts is None else tuple(self.shards)
+        shape, dtype = self.array.shape, self.array.dtype
+        self._key = self.operation, shape, dtype, self.op, self._asked, self.order, self.root, counts, memory
+        self._facts = Call(self.operation, self.array.nbytes, self.topology.map, self.order, memory == "device",
+                           memory.startswith("window"), is_half(dtype))
+        known = self.transport.decisions.get(self._key)
+        if known is not None:
+            self.what = known.what
+            return
+        choose(self._facts, self._asked)      # for the error, while it can still be told
+        self.what = (f"{self.operation} of {self.count} elements ({'x'.join(map(str, shape)) or 'scalar'}) {dtype} "
+                     f"op={self.op} algorithm={self._asked} order={self.order} root={self.root} memory={memory}"
+                     + (f" counts={np.diff(self.shards).tolist()}" if counts else ""))
+
+    def _given_shards(self) -> list[int]:
+        counts = list(self._counts)
+        if len(counts) != self.topology.size or not all(isinstance(count, (int, np.integer)) and count >= 0
+                                                        for count in counts):
+            raise ConfigError(f"{self.operation}: counts={counts}: one whole number from 0 per rank is needed, "
+                              f"{self.topology.size} in all")
+        if sum(counts) != self.count:
+            raise ConfigError(f"{self.operation}: counts add up to {sum(counts)}, the array has {self.count} elements")
+        return [0, *np.cumsum(counts).tolist()]
+
+    def _look_at_out(self, out: Any) -> None:
+        self._out = from_any(out)
+        self.expect("out", out, self.array.shape, written=True)
+        if self._error is not None:
+            raise self._error
+        if not is_device(self._out) and not is_device(self.array) and np.may_share_memory(self._out, self.array):
+            same = self._out.ctypes.data == self.array.ctypes.data and self._out.strides == self.array.strides
+            if not same and np.shares_memory(self._out, self.array):
+                raise ConfigError(f"{self.operation}: out overlaps the array in part")
+
+    def _memory(self, array: Array, may_share: bool) -> str:
+        """"device"; "window 3" for the array that the fourth `topology.empty` gave; else "private". Ranks must agree on it.
+
+        They would otherwise wait for each other in different ways, or read rows that the others do not mean. What goes
+        through the slots of a node does so from anywhere.
+        """
+        if is_device(array):
+            return "device"
+        if may_share and array.flags.c_contiguous and not (self.topology.num_nodes == 1 and array.nbytes <= SLOT_BYTES):
+            rows = self.node_rows(array.reshape(-1))
+            if rows is not None:
+                return f"window {self.topology.resources['node-shared arrays'].index(rows)}"
+        return "private"
+
+    def _decide(self) -> Decision:
+        """The algorithm, from facts that all ranks have agreed on, and what follows from it."""
+        facts, nodes = self._facts, self.topology.map
+        name = choose(facts, self._asked, self._costs())
+        small = name == "window" and facts.nbytes <= SLOT_BYTES
+        in_memory = not facts.on_device and self.operation in IN_MEMORY and name.startswith("hierarchical")
+        offsets, rounds = self.shards, None
+        if in_memory and self.operation == "all_reduce":
+            offsets = algorithms.even_offsets(self.count, hierarchical.even(nodes).num_blocks)
+        elif not (in_memory or name in ("window", "system")):
+            tree = balanced(range(nodes.size)) if self.order == "world" else None
+            plan = algorithms.plan(self.operation, name, nodes, root=self.root, tree=tree, nbytes=facts.nbytes)
+            offsets = plan.offsets(self.shards if self.operation in ("reduce_scatter", "all_gather") else self.count)
+            rounds = resolve(plan.steps(self.topology.rank), offsets, self.topology.rank, nodes)
+        decisions = self.transport.decisions
+        if len(decisions) >= MOST_DECISIONS:
+            decisions.clear()      # on every rank at the same call
+        return decisions.setdefault(self._key, Decision(
+            self.what, fingerprint(self.what), name, small, offsets, rounds
+        ))
+
+
+    def _costs(self) -> Costs | None:
+        """What "adaptive" goes by; None where a rule is as good, or all there is."""
+        facts = self._facts
+        in_slots = len(facts.nodes.nodes) == 1 and facts.nbytes <= SLOT_BYTES      # nothing is faster than one meeting
+        if self._asked != "adaptive" or facts.on_device or in_slots or facts.nodes.size == 1:
+            return None
+        costs = Costs.of(self.topology, self.array.dtype)
+        costs.prepare(facts)
+        return costs
+
+
+def shard_slice(count: int, rank: int, size: int) -> slice:
+    """The elements that rank `rank` of `size` owns among `count`: sizes differ by one at most, larger ones first."""
+    base, extra = divmod(count, size)
+    start = rank * base + min(rank, extra)
+    return slice(start, start + base + (rank < extra))
+
+
+def shard_offsets(count: int, size: int) -> list[int]:
+    """Where the shards of `shard_slice` begin, and the end of the last: size + 1 numbers."""
+    return algorithms.even_offsets(count, size)
+
+
+def _all_reduce_small(call: Invocation, flat: Array) -> bool:
+    return call.transport.reduce_in_node(flat, reduction.code(call.op), call.decision.mark, call.what)
+
+
+def _reduce_scatter_small(call: Invocation, flat: Array) -> bool:
+    return call.transport.reduce_in_node(flat, reduction.code(call.op), call.decision.mark, call.what)
+
+
+def _all_gather_small(call: Invocation, flat: Array) -> bool:
+    rows, me = call.transport.slots.next_rows(flat.dtype), call.topology.local_rank
+    shards = [slice(*call.shards[rank:rank + 2]) for rank in range(call.topology.size)]
+    rows[me, shards[me]] = flat[shards[me]]
+    if not call.transport.meet(call.decision.mark, call.what):
+        return False
+    for rank, shard in enumerate(shards):
+        flat[shard] = rows[rank, shard]
+    call.transport.bytes_sent["window"] += flat.nbytes - flat[shards[me]].nbytes
+    return True
+
+
+def _broadcast_small(call: Invocation, flat: Array) -> bool:
+    rows = call.transport.slots.next_rows(flat.dtype)
+    at_root = call.topology.rank == call.root
+    if at_root:
+        rows[call.root, :flat.size] = flat
+    if not call.transport.meet(call.decision.mark, call.what):
+        return False
+    if not at_root:
+        flat[:] = rows[call.root, :flat.size]
+        call.transport.bytes_sent["window"] += flat.nbytes
+    return True
+
+
+_SMALL: dict[str, Callable[[Invocation, Array], bool]] = {
+    "all_reduce": _all_reduce_small,
+    "reduce_scatter": _reduce_scatter_small,
+    "all_gather": _all_gather_small,
+    "broadcast": _broadcast_small,
+    "reduce": _all_reduce_small,
+}
+"""Inside a node, up to SLOT_BYTES: one meeting. They return whether all ranks were in the same call."""
+
+
+def _all_reduce_in_memory(call: Invocation, flat: Array) -> None:
+    topology, transport, offsets = call.topology, call.transport, call.decision.offsets
+    cut = hierarchical.owned(topology.map) if topology.num_nodes == 1 else hierarchical.even(topology.map)
+    rows = call.node_rows(flat)
+    if rows is None:
+        window.Staging.of(topology).all_reduce(flat, offsets, transport, call.op, call.what, cut, call.between)
+    else:
+        if call.writes_late:      # else the agreement on the call has shown that all contributions are written
+            transport.node_barrier(call.what)
+        window.reduce_scatter(rows, offsets, transport, call.op, call.what, cut=cut, between=call.between)
+        window.all_gather(rows, offsets, transport, rows.mine, call.what, cut=cut, between=call.between)
+        transport.node_barrier(call.what)      # the caller may write its row as soon as this returns
+
+
+def _reduce_scatter_in_memory(call: Invocation, flat: Array) -> None:
+    transport, offsets = call.transport, call.decision.offsets
+    rows = call.node_rows(flat)
+    if rows is None:
+        window.Staging.of(call.topology).reduce_scatter(flat, offsets, transport, call.op, call.what, call.between)
+    else:
+        window.reduce_scatter(rows, offsets, transport, call.op, call.what, between=call.between)
+        transport.node_barrier(call.what)
+
+
+def _all_gather_in_memory(call: Invocation, flat: Array) -> None:
+    transport, offsets = call.transport, call.decision.offsets
+    rows = call.node_rows(flat)
+    if rows is None:
+        window.Staging.of(call.topology).all_gather(flat, offsets, transport, call.what, call.between)
+    else:
+        window.all_gather(rows, offsets, transport, rows.mine, call.what, between=call.between)
+        transport.node_barrier(call.what)
+
+
+def _broadcast_in_memory(call: Invocation, flat: Array) -> None:
+    rows = call.node_rows(flat)
+    if rows is None:
+        window.Staging.of(call.topology).broadcast(flat, call.decision.offsets, call.transport, call.what, call.root)
+        return
+    if call.topology.rank != call.root:
+        flat[:] = rows.all[call.root, :flat.size]
+        call.transport.bytes_sent["window"] += flat.nbytes
+    call.transport.node_barrier(call.what)
+
+
+def _reduce_in_memory(call: Invocation, flat: Array) -> None:
+    window.Staging.of(call.topology).reduce(flat, call.decision.offsets, call.transport, call.op, call.what, call.root)
+
+
+_IN_MEMORY: dict[str, Callable[[Invocation, Array], None]] = {
+    "all_reduce": _all_reduce_in_memory,
+    "reduce_scatter": _reduce_scatter_in_memory,
+    "all_gather": _all_gather_in_memory,
+    "broadcast": _broadcast_in_memory,
+    "reduce": _reduce_in_memory,
+}
+"""Shared memory inside the node, messages between nodes."""
+
+_SYSTEM: dict[str, Callable[[Invocation, Array], None]] = {
+    "all_reduce": lambda call, flat: system.all_reduce(flat, call.transport, call.op, call.what),
+    "reduce_scatter": lambda call, flat: system.reduce_scatter(flat, call.shards, call.transport, call.op, call.what),
+    "all_gather": lambda call, flat: system.all_gather(flat, call.shards, call.transport, call.what),
+    "broadcast": lambda call, flat: system.broadcast(flat, call.root, call.transport, call.what),
+    "reduce": lambda call, flat: system.reduce(flat, call.root, call.transport, call.op, call.what),
+}

@@ -1,0 +1,104 @@
+"""The one thread that communicates while others compute.
+
+Collectives with `blocking=False` are put into a queue, in the order in which the program makes them, and one thread per
+topology runs them in that order; the caller gets a `Handle`. A blocking collective made meanwhile waits until the queue is
+empty, so that all ranks keep one order of calls. An array belongs to its collective until `wait` has returned.
+
+The thread calls MPI while the program may too, so MPI must have been started with MPI_THREAD_MULTIPLE, which is what mpi4py
+asks for. Kernels and waits release the interpreter; whether anything is gained depends on a core that is free.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from hpczero.errors import ConfigError, HpczeroError
+from hpczero.topology import Topology
+
+_NAME = "communication thread"
+
+
+class Handle:
+    """A collective on its way. Made by collectives with `blocking=False`."""
+
+    def __init__(self, run: Callable[[], Any]):
+        self._run, self._done = run, threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> Any:
+        """What the collective returns, once it is done; raises what it raised. The waits inside it have their limits."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def test(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._done.is_set()
+
+    def _finish(self) -> None:
+        try:
+            self._result = self._run()
+        except BaseException as error:      # noqa: BLE001 - belongs to whoever waits
+            self._error = error
+        self._run = None      # lets go of the arrays
+        self._done.set()
+
+
+class CommThread:
+    """The queue of a topology and the thread that works on it; made at the first call, ended when the topology closes."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
+        self._last: Handle | None = None
+        # A program that ends without closing its topology must not wait for this thread.
+        self._thread = threading.Thread(target=self._work, name=f"hpczero {_NAME}", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], Any]) -> Handle:
+        handle = self._last = Handle(run)
+        self._queue.put(handle)
+        return handle
+
+    def drain(self) -> None:
+        """Returns when everything in the queue is done; at once on the thread itself."""
+        last = self._last
+        if last is not None and threading.current_thread() is not self._thread:
+            last._done.wait()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (handle := self._queue.get()) is not None:
+            handle._finish()
+            del handle
+
+
+def submit(topology: Topology, run: Callable[[], Any]) -> Handle:
+    """Queues a collective over `topology`. Called by every rank, in the same order as all its collectives.
+
+    ConfigError where MPI's thread level does not allow it; the level is the same on all ranks of a job.
+    """
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_MULTIPLE:
+        names = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
+        raise ConfigError(f"blocking=False needs MPI_THREAD_MULTIPLE, and MPI was started as {names[level]}: start it with "
+                          "mpi4py.rc.thread_level = 'multiple' (the default), or call with blocking=True")
+    if topology.closed:
+        raise HpczeroError("this topology was closed: no collective can be started on it any more")
+    return topology.keep(_NAME, CommThread, ends_first=True).submit(run)
+
+
+def drain(topology: Topology) -> None:
+    """Lets the collectives that are on their way over `topology` come first."""
+    thread = topology.resources.get(_NAME)
+    if thread is not None:
+        thread.drain()

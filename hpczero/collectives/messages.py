@@ -1,0 +1,80 @@
+"""Steps resolved for a vector: which of its elements each message carries, and over which link.
+
+A `Step` names blocks; a `Round` names elements. Resolving costs some microseconds per message, so what is called again with
+the same shapes keeps its rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hpczero.collectives.order import Tree
+from hpczero.collectives.schedule import Message, Step, folds, spans
+from hpczero.topology import NodeMap
+
+SEGMENT_BYTES = {"node": 4 * 2**20, "network": 2**20}
+"""A longer message travels in segments of so many bytes: the first is combined while the next is on its way. It must not
+depend on anything that the two ends could see differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One message: elements of the vector, as the runs in which they lie there."""
+
+    peer: int
+    link: str
+    """"node" or "network"."""
+    ranges: tuple[tuple[int, int], ...]
+    """Half-open runs of elements, none of them empty."""
+    count: int
+
+    def segments(self, itemsize: int) -> Iterator[tuple[int, int]]:
+        """The message in segments: half-open ranges of its elements."""
+        most = max(1, SEGMENT_BYTES[self.link] // itemsize)
+        for start in range(0, self.count, most):
+            yield start, min(start + most, self.count)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(place, lo, hi): elements `start` to `stop` of the message lie at lo to hi of the vector, from `place` on."""
+        place = 0
+        for lo, hi in self.ranges:
+            first, last = max(start, place), min(stop, place + hi - lo)
+            if first < last:
+                yield first, lo + first - place, lo + last - place
+            place += hi - lo
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A `Step` whose messages are resolved."""
+
+    send: tuple[Part, ...]
+    recv: tuple[Part, ...]
+    add: bool
+    folds: tuple[tuple[tuple[int, ...], Tree], ...]
+    """What is kept apart and folded: which messages of `recv` together, and in the order of which tree of ranks."""
+    sends_what_changes: bool
+    """Elements that leave are also written by what arrives: they must have left before."""
+
+
+def resolve(steps: Iterable[Step], offsets: Sequence[int], rank: int, nodes: NodeMap) -> list[Round]:
+    """The rounds of `rank` over a vector whose block b holds elements offsets[b] to offsets[b + 1]."""
+    home = nodes.node_of[rank]
+
+    def part(message: Message) -> Part:
+        ranges = tuple((offsets[a], offsets[b]) for a, b in spans(message.blocks) if offsets[a] < offsets[b])
+        link = "node" if nodes.node_of[message.peer] == home else "network"
+        return Part(message.peer, link, ranges, sum(hi - lo for lo, hi in ranges))
+
+    rounds = []
+    for step in steps:
+        send, recv = tuple(map(part, step.send)), tuple(map(part, step.recv))
+        apart = folds(step, rank) if step.fold is not None else ()
+        rounds.append(Round(send, recv, step.add, tuple((tuple(some), tree) for some, tree in apart), _overlap(send, recv)))
+    return rounds
+
+
+def _overlap(some: Iterable[Part], others: Iterable[Part]) -> bool:
+    runs = {run for part in some for run in part.ranges}
+    return any(lo < hi2 and lo2 < hi for part in others for lo2, hi2 in part.ranges for lo, hi in runs)

@@ -1,0 +1,102 @@
+"""The memory in which the ranks of a node meet: a line of flags for each, and room for small vectors.
+
+What the flags mean stands in `kernels.slots`. Here they get their place: one block per node, (flags; a row per rank; the
+rows again), made once per topology and zeroed. `transport` waits on it: as a barrier, to agree on a call, and to reduce a
+vector of up to `SLOT_BYTES` in the same breath. A meeting takes one microsecond where a barrier of the MPI libraries takes
+three and more, and every one of them compares what the ranks are about to do.
+
+Cost: 2 L * SLOT_BYTES + 128 L bytes per node of L ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hpczero.arrays import as_bits, is_half
+from hpczero.collectives.order import balanced, depth, program
+from hpczero.kernels import half, reduce
+from hpczero.kernels import slots as kernels
+from hpczero.memory import node_rows
+from hpczero.topology import Topology
+
+SLOT_BYTES = 64 * 2**10
+SPINS = 2000
+"""Looks per call of a kernel, about 20 us: long enough for a neighbour that is on its way."""
+SPINS_SHARING = 50
+"""The same where ranks outnumber cores, and looking keeps the core from the rank that is looked for."""
+
+
+class Slots:
+    """Called by every rank of the topology, to make and to close; a node of one rank meets itself."""
+
+    def __init__(self, topology: Topology):
+        self.size, self.me = topology.node.size, topology.local_rank
+        spins = SPINS_SHARING if topology.is_oversubscribed else SPINS
+        self._state = np.array([0, self.me, self.size, spins], np.int64)
+        flag_bytes = 8 * kernels.LINE * self.size
+        self._memory = node_rows(topology, flag_bytes + 2 * self.size * SLOT_BYTES, np.dtype(np.uint8), single=True)
+        block = self._memory.mine
+        self._flags = block[:flag_bytes].view(np.int64)
+        self._rows = block[flag_bytes:].reshape(2, self.size, SLOT_BYTES)
+        self._folds: dict[tuple[np.dtype, int], _Fold] = {}
+
+    @property
+    def nbytes(self) -> float:
+        """This rank's part of the block."""
+        return self._memory.nbytes / self.size
+
+    def meet(self, mark: int, *, fresh: bool) -> int:
+        """Comes to the next meeting if `fresh`, else looks again.
+
+        How many ranks were seen to have come, of `size`; or -1 - r if local rank r came with another mark.
+        """
+        return kernels.meet(self._flags, self._state, mark, fresh)
+
+    def next_rows(self, dtype: np.dtype) -> np.ndarray:
+        """(size, n): a row per rank, in which they leave for each other what can be read after the next meeting.
+
+        Write into row `me` alone, before that meeting; what is there is gone two meetings later.
+        """
+        return self._rows[(self._state[kernels.CALL] + 1) & 1].view(dtype)
+
+    def sum_up(self, flat: np.ndarray, op: int, mark: int, *, fresh: bool) -> int:
+        """As `meet`; once all have come, `flat` holds the reduction over the ranks of the node, in the canonical order.
+
+        `flat` : (n,) contiguous, at most SLOT_BYTES, of one dtype on all ranks; `op` : a code of `kernels.reduce`.
+        """
+        rows, instructions, stack, kind = self._folds.get((flat.dtype, op)) or self._fold(flat.dtype, op)
+        if kind is None:
+            return kernels.all_reduce(flat, rows, instructions, stack, op, self._flags, self._state, mark, fresh)
+        return kernels.all_reduce_half(as_bits(flat), rows, instructions, stack, op, kind, self._flags, self._state, mark,
+                                       fresh)
+
+    def missing(self) -> list[int]:
+        """The local ranks that have not come to this meeting."""
+        return [rank for rank in range(self.size) if self._flags[kernels.LINE * rank] < self._state[kernels.CALL]]
+
+    def close(self) -> None:
+        """Called by every rank of the topology."""
+        self._flags = self._rows = None
+        self._folds.clear()
+        self._memory.close()
+
+    def _fold(self, dtype: np.dtype, op: int) -> _Fold:
+        with_bits = is_half(dtype)
+        widest = 4 if op == reduce.SUM and not with_bits else 1
+        instructions = program(balanced(range(self.size)), {rank: rank for rank in range(self.size)}, widest)
+        stack = np.empty((depth(instructions), reduce.BLOCK), np.float32 if with_bits else dtype)
+        rows = self._rows.view(np.uint16 if with_bits else dtype)
+        return self._folds.setdefault((dtype, op), _Fold(rows, instructions, stack,
+                                                         half.FORMATS[dtype] if with_bits else None))
+
+
+class _Fold(NamedTuple):
+    """What the folds of one dtype and operation need."""
+
+    rows: np.ndarray
+    instructions: np.ndarray
+    stack: np.ndarray
+    kind: int | None
+    """Which half type."""
