@@ -35,15 +35,19 @@ class NodeMap:
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, in rank order: a rank's place in its tuple is its local rank."""
-        return tuple(
-            tuple(rank for rank, node in enumerate(self.node_of) if node == index)
-            for index in range(max(self.node_of) + 1)
-        )
+        found: list[list[int]] = [[] for _ in range(max(self.node_of) + 1)]
+        for rank, node in enumerate(self.node_of):
+            found[node].append(rank)
+        return tuple(map(tuple, found))
 
     @cached_property
     def local_of(self) -> tuple[int, ...]:
         """The local rank of every rank."""
-        return tuple(self.nodes[node].index(rank) for rank, node in enumerate(self.node_of))
+        found = [0] * self.size
+        for ranks in self.nodes:
+            for local, rank in enumerate(ranks):
+                found[rank] = local
+        return tuple(found)
 
     def deputy(self, owner: int, node: int) -> int:
         """The rank of `node` that speaks for `owner` there: itself at home, elsewhere the one at its local rank.

@@ -33,8 +33,8 @@ BUDGET_S = 0.8
 LINKS_S = 0.3
 SIZES = (2**14, 2**17, 2**20, 2**23)
 TYPICAL_BYTES = 2**20
-MOST_REPLAYED = 512
-"""Ranks whose steps are priced one by one; beyond, the formulas for equal nodes are used."""
+MOST_REPLAYED = 48
+"""Ranks whose steps are priced one by one, which takes a fraction of a second; beyond, the formulas for equal nodes."""
 
 Basis = Literal["tuned", "measured", "predicted", "unknown"]
 

@@ -1,11 +1,11 @@
 """Algorithms as arrays: who sends to whom in every step, without sizes or times, for as many ranks as there are.
 
-What `pricing.predict` needs of an algorithm whose ranks are not all alike, for nodes with equal numbers of ranks. A flat
-algorithm is a handful of rules (`_tree_reduce`, `_circulant`, `_Folded`), each giving an exchange of all ranks at once.
-From these follow, for every message, the link it takes and how many share that; then ranks with the same history are put
-into one class, of which one rank is looked at. 65,536 ranks in a butterfly are one class; in a binomial tree there are
-as many as rounds. The rules repeat in NumPy what the schedules (`tree`, `circulant`, `butterfly`) say rank by rank:
-tests hold the two together.
+What `pricing.predict` needs of an algorithm whose ranks are not all alike, for nodes with equal numbers of ranks. A
+flat algorithm is a handful of rules (`_tree_reduce`, `_circulant`, `_Folded`), each giving an exchange of all ranks at
+once. From these follow, for every message, the link it takes and how many share that; then ranks with the same history
+are put into one class, of which one rank is looked at. 65,536 ranks in a butterfly are one class; in a binomial tree
+there are as many as rounds. The rules repeat in NumPy what the schedules (`tree`, `circulant`, `butterfly`) say rank by
+rank: tests hold the two together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What was measured on this machine, kept on disk: link costs, and the median time of each algorithm at each size.
 
 `tune` stores a `Table`; every later run loads it once: rank 0 reads, the others get its copy, so that all ranks choose
-from the same numbers. A table holds for what its `Key` says: the kind of hosts, the MPI library, ranks per node, element
-type, device. The key's digest is part of the file's name:
+from the same numbers. A table holds for what its `Key` says: the kind of hosts, the MPI library, ranks per node, type
+of elements, device. The key's digest is part of the file's name:
 
     $HPCZERO_TUNING_TABLE, or $XDG_CACHE_HOME/hpczero/tune-<digest>.json, or ~/.cache/hpczero/tune-<digest>.json
 
