@@ -12,15 +12,7 @@ from rank_report import Verdict, left_out, verdicts
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 300.0
-ENVIRONMENT = {
-    # Ranks outnumber cores here, and the libraries spin while they wait: let them give way to each other.
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    # Where it is set, every rank compiles pytest's and hypothesis' modules anew: 2 s each.
-    "PYTHONDONTWRITEBYTECODE": None,
-}
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +23,11 @@ class Run:
     problem: str
 
 
-def run_tests(num_ranks: int, folder: Path, *arguments: str) -> Run:
-    """Pytest with `arguments` on `num_ranks` ranks. `folder` takes the reports."""
+def run_tests(num_ranks: int, folder: Path, *arguments: str, **env: str) -> Run:
+    """Pytest with `arguments` on `num_ranks` ranks, under the variables `env`. `folder` takes the reports."""
     options = ["--with-mpi", f"--report-to={folder}", "--tb=short", "-p", "no:cacheprovider"]
     argv = [sys.executable, "-m", "pytest", *options, *arguments]
-    done = mpirun(num_ranks, argv, timeout=LIMIT_S, env=ENVIRONMENT, cwd=ROOT)
+    done = mpirun(num_ranks, argv, timeout=LIMIT_S, env=ENVIRONMENT | env, cwd=ROOT)
     found = verdicts(folder, num_ranks)
     problem = ""
     if done.status is None:

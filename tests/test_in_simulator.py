@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from launcher import ahead
 from mpi_runs import run_tests, show
 
 FOLDER = "tests/mpi/simulator"
 OVER_RANKS = (f"{FOLDER}/test_device_path.py", f"{FOLDER}/test_device_training.py")
+WHAT = {3: OVER_RANKS, 2: OVER_RANKS, 1: (FOLDER,)}
 
 
-@pytest.mark.parametrize(("num_ranks", "what"), [(1, [FOLDER]), (2, OVER_RANKS), (3, OVER_RANKS)], ids=[1, 2, 3])
-def test_what_is_in_tests_mpi_simulator_holds_on_this_number_of_ranks(num_ranks, what, tmp_path, subtests, monkeypatch):
-    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
-    show(run_tests(num_ranks, tmp_path, *what), subtests)
+@pytest.fixture(scope="module")
+def run_on(tmp_path_factory):
+    """What `WHAT` says, on a number of ranks."""
+    jobs = {
+        num_ranks: partial(run_tests, num_ranks, tmp_path_factory.mktemp("reports"), *what, NUMBA_ENABLE_CUDASIM="1")
+        for num_ranks, what in WHAT.items()
+    }
+    with ahead(jobs) as run:
+        yield run
+
+
+@pytest.mark.parametrize("num_ranks", WHAT)
+def test_what_is_in_tests_mpi_simulator_holds_on_this_number_of_ranks(num_ranks, run_on, subtests):
+    show(run_on(num_ranks), subtests)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
-from launcher import mpirun
-from mpi_runs import ROOT, Run, run_tests, show
+from launcher import ahead, mpirun
+from mpi_runs import ROOT, run_tests, show
+
+BROKEN = [
+    ("test_that_is_wrong_on_rank_1", "test_that_is_right", "test_that_dies_on_rank_1"),
+    ("test_that_raises_on_rank_1", "test_that_is_right"),
+    ("test_that_hangs",),
+]
 
 
 # One rank first: it finds the kernels compiled, or compiles them for all that follow.
@@ -20,30 +26,33 @@ def test_what_is_marked_eight_ranks_on_8(tmp_path, subtests):
     show(run_tests(8, tmp_path, "tests/mpi", "-m", "eight_ranks"), subtests)
 
 
-def broken(folder: Path, *names: str) -> Run:
-    """Tests of broken_on_purpose.py, by name, on two ranks."""
-    return run_tests(2, folder, *(f"tests/mpi/broken_on_purpose.py::{name}" for name in names))
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """The run of those tests of broken_on_purpose.py, by name, on two ranks."""
+    files = {names: [f"tests/mpi/broken_on_purpose.py::{name}" for name in names] for names in BROKEN}
+    with ahead({names: partial(run_tests, 2, tmp_path_factory.mktemp("reports"), *tests)
+                for names, tests in files.items()}) as run:  # fmt: skip
+        yield run
 
 
-def test_a_check_that_fails_on_one_rank_names_it_and_the_next_test_runs_and_a_rank_that_dies_is_named(tmp_path):
-    run = broken(tmp_path, "test_that_is_wrong_on_rank_1", "test_that_is_right", "test_that_dies_on_rank_1")
-    wrong, right, dies = run.verdicts
+def test_a_check_that_fails_on_one_rank_names_it_and_the_next_test_runs_and_a_rank_that_dies_is_named(broken):
+    wrong, right, dies = broken(BROKEN[0]).verdicts
     assert wrong.outcome == "failed" and "ranks 0, 1 of 2: " in wrong.text
     assert "rank 1 of 2: forty-two was expected" in wrong.text
     assert right.outcome == "passed"
     assert dies.outcome == "failed" and "rank 1 of 2: did not come to the end of this test" in dies.text
 
 
-def test_an_exception_on_one_rank_is_shown_though_the_other_rank_waits_for_it(tmp_path):
-    run = broken(tmp_path, "test_that_raises_on_rank_1", "test_that_is_right")
+def test_an_exception_on_one_rank_is_shown_though_the_other_rank_waits_for_it(broken):
+    run = broken(BROKEN[1])
     (raises,) = run.verdicts
     assert "rank 1 of 2: " in raises.text and 'raise KeyError("only here")' in raises.text
     assert "rank 0 of 2: did not come to the end of this test" in raises.text
     assert "ended before 1 of its tests had begun" in run.problem
 
 
-def test_a_test_that_hangs_ends_at_its_limit_with_the_stacks_of_every_rank(tmp_path):
-    (hangs,) = broken(tmp_path, "test_that_hangs").verdicts
+def test_a_test_that_hangs_ends_at_its_limit_with_the_stacks_of_every_rank(broken):
+    (hangs,) = broken(BROKEN[2]).verdicts
     assert "in wait_on_rank_0" in hangs.text and "in wait_on_rank_1" in hangs.text
 
 

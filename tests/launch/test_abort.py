@@ -2,80 +2,91 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from launcher import Result, command_line, descendants, environment, mpirun, mpirun_path, run
+from launcher import ROOT, Result, ahead, command_line, descendants, environment, mpirun, mpirun_path, run
 
 ENDS = Path(__file__).with_name("ends.py")
+NAMES = [name for name in re.findall(r"^def (\w+)\(comm\):", ENDS.read_text(), re.MULTILINE) if name != "work"]
 SLACK_S = 10.0  # to start three interpreters and MPI, on a machine that others use too
 
 pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun; pip install '.[mpich]' brings one")
 
 
-def end(name: str, ranks: int = 3) -> Result:
-    done = mpirun(ranks, [sys.executable, ENDS, name], timeout=60.0)
+def end_on_three_ranks(name: str) -> Result:
+    done = mpirun(3, [sys.executable, ENDS, name], timeout=60.0)
     assert done.status is not None, f"was still running\n{done}"
     assert done.seconds < 10.0 + SLACK_S, done
     return done
 
 
-def test_when_all_is_well_the_status_is_0_and_nothing_is_said():
+@pytest.fixture(scope="module")
+def end():
+    """How the command of that name in ends.py ended on three ranks."""
+    # Four at once, as about half of them are waiting for a grace of three seconds.
+    with ahead({name: partial(end_on_three_ranks, name) for name in NAMES}, workers=4) as end:
+        yield end
+
+
+def test_when_all_is_well_the_status_is_0_and_nothing_is_said(end):
     done = end("all_well")
     assert (done.status, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("name", ["exception", "exception_while_others_compute"])
-def test_an_exception_on_one_rank_ends_all_with_its_traceback_once(name):
+def test_an_exception_on_one_rank_ends_all_with_its_traceback_once(name, end):
     done = end(name)
     assert done.status == 1, done
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert "rank 1 of 3 on " in done.stderr and 'raise ZeroDivisionError("only here")' in done.stderr
 
 
-def test_an_exception_on_all_ranks_is_told_once():
+def test_an_exception_on_all_ranks_is_told_once(end):
     done = end("exception_everywhere")
     assert done.status == 1, done
     assert done.stderr.count("Traceback") == 1 and "rank" not in done.stderr.partition("Traceback")[0]
 
 
-def test_an_exception_that_raise_together_spread_is_told_by_the_rank_that_had_it():
+def test_an_exception_that_raise_together_spread_is_told_by_the_rank_that_had_it(end):
     done = end("exception_that_others_hear_of")
     assert done.status == 1, done
     assert done.stderr.count("ZeroDivisionError: only here") == 1 and "rank 1 of 3: Traceback" in done.stderr
 
 
-def test_an_exception_on_a_rank_whose_others_are_done_fails_all():
+def test_an_exception_on_a_rank_whose_others_are_done_fails_all(end):
     done = end("exception_after_the_others_are_done")
     assert done.status == 1, done
     assert done.stderr.count("Traceback") == 1 and "rank 1 of 3: " in done.stderr
 
 
 @pytest.mark.parametrize(("name", "status"), [("exit_5", 5), ("exit_0", 1)])
-def test_sys_exit_on_one_rank_ends_all_with_a_line_that_says_so(name, status):
+def test_sys_exit_on_one_rank_ends_all_with_a_line_that_says_so(name, status, end):
     done = end(name)
     assert done.status == status, done
     assert "rank 1 of 3 on " in done.stderr and "called sys.exit(" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_sys_exit_on_all_ranks_is_an_end_like_any_other():
+def test_sys_exit_on_all_ranks_is_an_end_like_any_other(end):
     done = end("exit_0_everywhere")
     assert (done.status, done.stdout, done.stderr) == (0, "", "")
     done = end("exit_with_words_everywhere")
     assert done.status == 1 and done.stderr.count("called sys.exit('some words')") == 1, done
 
 
-def test_a_keyboard_interrupt_on_one_rank_ends_all():
+def test_a_keyboard_interrupt_on_one_rank_ends_all(end):
     done = end("interrupt")
     assert done.status == 130, done
     assert done.stderr.count("Traceback") == 1 and "rank 1 of 3 on " in done.stderr
 
 
-def test_a_signal_to_a_rank_that_is_blocked_inside_mpi_ends_all_and_shows_where_it_was():
+def test_a_signal_to_a_rank_that_is_blocked_inside_mpi_ends_all_and_shows_where_it_was(end):
     done = end("signal_to_a_rank_inside_mpi")
     assert done.status == 130, done
     assert (
@@ -85,13 +96,13 @@ def test_a_signal_to_a_rank_that_is_blocked_inside_mpi_ends_all_and_shows_where_
     )
 
 
-def test_our_own_error_on_one_rank_ends_all_with_its_message_and_host():
+def test_our_own_error_on_one_rank_ends_all_with_its_message_and_host(end):
     done = end("our_error")
     assert done.status == 2, done
     assert done.stderr.count("nobody came") == 1 and "rank 1 of 3 on " in done.stderr and "Traceback" not in done.stderr
 
 
-def test_our_own_error_on_all_ranks_is_one_message_without_a_traceback_or_an_abort():
+def test_our_own_error_on_all_ranks_is_one_message_without_a_traceback_or_an_abort(end):
     done = end("our_error_everywhere")
     assert done.status == 2, done
     assert "hpczero: first line\n         second line\n" in done.stderr
@@ -101,7 +112,7 @@ def test_our_own_error_on_all_ranks_is_one_message_without_a_traceback_or_an_abo
 
 
 @pytest.mark.parametrize("name", ["finalize", "finalize_everywhere"])
-def test_finalizing_mpi_too_early_is_one_clear_message_with_the_line(name):
+def test_finalizing_mpi_too_early_is_one_clear_message_with_the_line(name, end):
     done = end(name)
     assert done.status == 2, done
     assert done.stderr.count("MPI.Finalize() was called in ") == 1
@@ -109,7 +120,7 @@ def test_finalizing_mpi_too_early_is_one_clear_message_with_the_line(name):
     assert f"{ENDS}, line {line if name == 'finalize' else line + 7}," in done.stderr
 
 
-def test_a_rank_that_is_killed_takes_the_others_with_it():
+def test_a_rank_that_is_killed_takes_the_others_with_it(end):
     done = end("killed")
     assert done.status not in (0, None), done
 
@@ -145,6 +156,22 @@ def test_the_launcher_ends_every_process_it_started_at_its_time_limit():
     assert done.status is None and done.seconds < 3.0 + 15.0
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert f"time.sleep({began % 1000 + 600})" not in listed
+
+
+def test_jobs_started_ahead_give_their_results_and_those_nobody_waits_for_are_ended():
+    began = time.monotonic()
+    sleeping = partial(run, [sys.executable, "-c", "import time; time.sleep(300)"], 300.0)
+    with ahead({"sleeping": sleeping, "failing": lambda: 1 // 0, "right": lambda: 5, "later": sleeping}) as result:
+        assert result("right") == 5
+        with pytest.raises(ZeroDivisionError):
+            result("failing")
+    assert time.monotonic() - began < 30.0
+
+
+def test_a_program_imports_this_checkout_whatever_path_the_test_asks_for():
+    program = "import hpczero, sys; print(hpczero.__file__); print('/elsewhere' in sys.path)"
+    done = run([sys.executable, "-c", program], env={"PYTHONPATH": "/elsewhere"}, cwd="/")
+    assert done.stdout == f"{ROOT / 'hpczero' / '__init__.py'}\nTrue\n", done
 
 
 def test_ctrl_c_to_mpirun_ends_all():

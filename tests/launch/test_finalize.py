@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
-from launcher import mpirun
+from launcher import ahead, mpirun
 
 PROGRAM = """
 import os
@@ -24,13 +25,29 @@ except hpczero.HpczeroError as error:
 """
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("what", [
+NUM_RANKS = [1, 2]
+WHAT = [
     "Topology(MPI.COMM_WORLD)",
     "ZeroOptimizer({'w': np.zeros(40)}, hpczero.AdamW(), MPI.COMM_WORLD)",
     "Zero3Engine([], {}, hpczero.AdamW(), MPI.COMM_WORLD)",
-])
-def test_closing_after_mpi_was_finalised_is_an_error_that_says_what_to_do(what, num_ranks, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM.format(what=what))
-    done = mpirun(num_ranks, [sys.executable, "program.py"], timeout=60, cwd=tmp_path)
+]
+
+
+@pytest.fixture(scope="module")
+def done_with(tmp_path_factory):
+    """How the program that closes this, on so many ranks, ended."""
+    jobs = {}
+    for what in WHAT:
+        program = tmp_path_factory.mktemp("finalize") / "program.py"
+        program.write_text(PROGRAM.format(what=what))
+        for num_ranks in NUM_RANKS:
+            jobs[what, num_ranks] = partial(mpirun, num_ranks, [sys.executable, program], timeout=60)
+    with ahead(jobs) as done:
+        yield done
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+@pytest.mark.parametrize("what", WHAT)
+def test_closing_after_mpi_was_finalised_is_an_error_that_says_what_to_do(what, num_ranks, done_with):
+    done = done_with((what, num_ranks))
     assert done.stdout.count("said: MPI was finalised before close()") == num_ranks, done

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
-from launcher import mpirun
+from launcher import ahead, mpirun
 
 PROGRAM = """
 import os
@@ -49,10 +50,26 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize("leave", ["raise KeyError('only here')", "raise SystemExit(3)"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_others_hear_of_it_at_their_next_call(stage, leave, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM.format(stage=stage, leave=leave))
-    done = mpirun(3, [sys.executable, "program.py"], timeout=60, cwd=tmp_path)
+STAGES = [1, 2, 3]
+LEAVE = ["raise KeyError('only here')", "raise SystemExit(3)"]
+
+
+@pytest.fixture(scope="module")
+def done_with(tmp_path_factory):
+    """How the program with that stage and that way to leave ended on three ranks."""
+    jobs = {}
+    for stage in STAGES:
+        for leave in LEAVE:
+            program = tmp_path_factory.mktemp("leaving") / "program.py"
+            program.write_text(PROGRAM.format(stage=stage, leave=leave))
+            jobs[stage, leave] = partial(mpirun, 3, [sys.executable, program], timeout=60, cwd=program.parent)
+    with ahead(jobs) as done:
+        yield done
+
+
+@pytest.mark.parametrize("leave", LEAVE)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_others_hear_of_it_at_their_next_call(stage, leave, done_with):
+    done = done_with((stage, leave))
     assert done.stdout.count("HpczeroError: rank 1 of 3 left its `with` block with an exception") == 2, done
     assert f"rank 1: {'KeyError' if 'KeyError' in leave else 'SystemExit'}" in done.stdout, done

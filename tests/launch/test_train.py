@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from launcher import Result, mpirun, mpirun_path
+from launcher import Result, ahead, mpirun, mpirun_path
 
 SMALL = ("--steps", "6", "--width", "16", "--depth", "1", "--heads", "2", "--sequence-length", "16", "--batch", "5",
          "--dtype", "float64")  # fmt: skip
@@ -22,31 +23,41 @@ def train(ranks: int, *arguments: str, cwd: Path, **env: str) -> Result:
     )
 
 
-def result(ranks: int, *arguments: str, cwd: Path, **env: str) -> dict:
-    done = train(ranks, *SMALL, *arguments, "--json", cwd=cwd, **env)
+def result_of(run: tuple, cwd: Path) -> dict:
+    ranks, *arguments = run
+    done = train(ranks, *SMALL, *arguments, "--json", cwd=cwd)
     assert done.status == 0, done
     return json.loads(done.stdout.splitlines()[-1])
 
 
+# On one rank at stage 0 nothing is shared or sharded.
+ALONE = (1, "--stage", "0")
+ALL_STAGES = {ranks: [(ranks, "--stage", str(stage)) for stage in range(4)] for ranks in (2, 3)}
+FEW = {stage: [(ranks, "--batch", "2", "--stage", stage) for ranks in (3, 1)] for stage in ("2", "3")}
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict:
-    """The same training on one rank at stage 0, where nothing is shared or sharded."""
-    return result(1, "--stage", "0", cwd=tmp_path_factory.mktemp("alone"))
+def result(tmp_path_factory):
+    """The JSON line of one of the runs above."""
+    folder = tmp_path_factory.mktemp("results")
+    runs = [ALONE, *(run for group in (ALL_STAGES, FEW) for runs in group.values() for run in runs)]
+    with ahead({run: partial(result_of, run, folder) for run in runs}) as result:
+        yield result
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_stages_end_with_the_same_bits_and_the_losses_of_one_rank(ranks, alone, tmp_path):
-    found = [result(ranks, "--stage", str(stage), cwd=tmp_path) for stage in range(4)]
+@pytest.mark.parametrize("ranks", ALL_STAGES)
+def test_all_stages_end_with_the_same_bits_and_the_losses_of_one_rank(ranks, result):
+    alone, found = result(ALONE), [result(run) for run in ALL_STAGES[ranks]]
     assert len({each["param_sha256"] for each in found}) == 1
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-9)
     assert found[0]["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-9)
     assert [each["bytes_per_rank"] > 0 for each in found] == [True] * 4
 
 
-@pytest.mark.parametrize("stage", ["2", "3"])
-def test_a_step_may_have_fewer_sequences_than_there_are_ranks(stage, tmp_path):
-    few = ("--batch", "2", "--stage", stage)
-    assert result(3, *few, cwd=tmp_path)["losses"] == pytest.approx(result(1, *few, cwd=tmp_path)["losses"], rel=1e-9)
+@pytest.mark.parametrize("stage", FEW)
+def test_a_step_may_have_fewer_sequences_than_there_are_ranks(stage, result):
+    several, one = (result(run)["losses"] for run in FEW[stage])
+    assert several == pytest.approx(one, rel=1e-9)
 
 
 def one_message(done: Result) -> str:
@@ -59,46 +70,70 @@ def one_message(done: Result) -> str:
 
 def test_what_cannot_be_done_is_said_once_for_all_ranks(tmp_path):
     (tmp_path / "two.csv").write_text("1,2\n3,4.5\n5,6\n7,8\n")
-    assert "stage = '4' (from flag --stage)" in one_message(train(3, "--stage", "4", cwd=tmp_path))
-    assert "--lrr: no such flag" in one_message(train(3, "--lrr", "4", cwd=tmp_path))
-    assert "nowhere: no such file" in one_message(train(3, "--data", "nowhere", cwd=tmp_path))
-    few = one_message(train(4, "--model", "mlp", "--data", "two.csv", cwd=tmp_path))
-    assert "4 ranks, but only 3 rows to train on" in few
+    refused = {
+        (3, "--stage", "4"): "stage = '4' (from flag --stage)",
+        (3, "--lrr", "4"): "--lrr: no such flag",
+        (3, "--data", "nowhere"): "nowhere: no such file",
+        (4, "--model", "mlp", "--data", "two.csv"): "4 ranks, but only 3 rows to train on",
+    }
+    with ahead({run: partial(train, *run, cwd=tmp_path) for run in refused}) as done:
+        for run, message in refused.items():
+            assert message in one_message(done(run))
     assert [path.name for path in tmp_path.iterdir()] == ["two.csv"]
 
 
+FAILING = """
+import sys
+from mpi4py import MPI
+from hpczero import models
+
+class Failing(models.mlp.Linear):
+    calls = 0
+
+    def forward(self, params, x):
+        Failing.calls += 1
+        if Failing.calls == 3 and MPI.COMM_WORLD.rank == 1:
+            raise ZeroDivisionError('in the third step')
+        return super().forward(params, x)
+
+def build(dataset, settings):
+    layer = Failing(dataset.num_inputs, dataset.num_outputs)
+    return models.Model((('only', layer),), models.mean_squared_error)
+
+def leave(dataset, settings):
+    if MPI.COMM_WORLD.rank == 1:
+        sys.exit(7)
+    return 1
+"""
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """(its folder, how it ended) of a run on two ranks with that stage and that function of the model above."""
+    jobs = {}
+    for stage, function in [("2", "build"), ("3", "build"), ("2", "leave")]:
+        folder = tmp_path_factory.mktemp("failed")
+        (folder / "mine.py").write_text(FAILING)
+        (folder / "table.csv").write_text("\n".join(f"{i},{i * i % 7},{2.0 * i + 1.0}" for i in range(50)))
+        arguments = ("--stage", stage, "--model", f"mine:{function}", "--data", "table.csv")
+        jobs[stage, function] = partial(lambda *run, cwd: (cwd, train(*run, cwd=cwd)), 2, *SMALL, *arguments, cwd=folder)
+    with ahead(jobs, workers=3) as failed:  # most of it is waiting for a grace of three seconds
+        yield failed
+
+
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_an_exception_inside_a_step_on_one_rank_ends_all_with_its_traceback_once(stage, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from mpi4py import MPI\n"
-        "from hpczero import models\n"
-        "class Failing(models.mlp.Linear):\n"
-        "    calls = 0\n"
-        "    def forward(self, params, x):\n"
-        "        Failing.calls += 1\n"
-        "        if Failing.calls == 3 and MPI.COMM_WORLD.rank == 1:\n"
-        "            raise ZeroDivisionError('in the third step')\n"
-        "        return super().forward(params, x)\n"
-        "def build(dataset, settings):\n"
-        "    layer = Failing(dataset.num_inputs, dataset.num_outputs)\n"
-        "    return models.Model((('only', layer),), models.mean_squared_error)\n"
-    )
-    (tmp_path / "table.csv").write_text("\n".join(f"{i},{i * i % 7},{2.0 * i + 1.0}" for i in range(50)))
-    done = train(2, *SMALL, "--stage", stage, "--model", "mine:build", "--data", "table.csv", cwd=tmp_path)
+def test_an_exception_inside_a_step_on_one_rank_ends_all_with_its_traceback_once(stage, failed):
+    _, done = failed((stage, "build"))
     assert done.status == 1, done
     assert done.stderr.count("Traceback") == 1 and done.stderr.count("ZeroDivisionError: in the third step") == 1
     assert "rank 1 of 2" in done.stderr
 
 
-def test_sys_exit_in_the_users_model_on_one_rank_ends_all(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import sys\nfrom mpi4py import MPI\ndef build(dataset, settings):\n"
-        "    if MPI.COMM_WORLD.rank == 1:\n        sys.exit(7)\n    return 1\n"
-    )
-    done = train(2, *SMALL, "--model", "mine:build", cwd=tmp_path)
+def test_sys_exit_in_the_users_model_on_one_rank_ends_all(failed):
+    folder, done = failed(("2", "leave"))
     assert done.status == 7, done
     assert "rank 1 of 2" in done.stderr and "called sys.exit(7)" in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "runs").exists()
+    assert not (folder / "runs").exists()
 
 
 def test_ranks_that_share_cores_share_them_out_as_threads(tmp_path):

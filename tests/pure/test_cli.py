@@ -9,10 +9,11 @@ import re
 import resource
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from launcher import ROOT, Result, run
+from launcher import ROOT, Result, ahead, run
 
 import hpczero
 from hpczero.cli import COMMANDS, launch, parse
@@ -145,37 +146,47 @@ def test_bad_values_from_all_places_are_one_message(tmp_path):
     assert "lr = 'fast' (from flag --lr): allowed is a number above 0" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "nowhere.txt"], "nowhere.txt: no such file"),
-        (["--data", "empty.txt"], "empty.txt: is empty"),
-        (["--data", "short.txt"], "short.txt: is too short"),
-        (["--data", "table.csv"], "model = transformer: needs text, and table.csv is a table; take --model mlp"),
-        (["--model", "mlp"], "model = mlp: needs a table"),
-        (["--model", "transfomer"], "did you mean transformer?"),
-        (["--model", "no.such:build"], "there is no module no;"),
-        (["--model", "mine:nothing"], "mine.py has no nothing"),
-        (["--model", "mine:buidl"], "mine.py has no buidl; did you mean build?"),
-        (["--model", "mine:number"], "mine.py number is no function"),
-        (["--model", "mine:build"], "build returned dict; it must return a hpczero.Model(layers, loss)"),
-        (["--heads", "3"], "3 heads do not divide the width"),
-        (["--momentum", "0.9"], "momentum goes with optimizer = sgd"),
-        (["--name", "../up"], "name = '../up'"),
-        (["--out", "empty.txt"], "empty.txt is a file; name a folder"),
-        (["--out", "empty.txt/below"], "empty.txt is a file; name a folder"),
-        (["--json", "nowhere/x.json"], "cannot be written there"),
-        (["--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
-    ],
-)
-def test_what_cannot_be_done_is_one_message_and_nothing_is_left_behind(arguments, message, tmp_path):
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "short.txt").write_text("a few words")
-    (tmp_path / "table.csv").write_text("a,b\n" + "1.5,2.5\n" * 40)
-    (tmp_path / "mine.py").write_text("number = 3\ndef build(dataset, settings):\n    return {}\n")
-    said = refused(*SMALL, *arguments, cwd=tmp_path, PYTHONDONTWRITEBYTECODE="1")
-    assert message in said
-    assert len(re.findall("^hpczero: ", said, re.MULTILINE)) == 1
+REFUSED = {
+    ("--data", "nowhere.txt"): "nowhere.txt: no such file",
+    ("--data", "empty.txt"): "empty.txt: is empty",
+    ("--data", "short.txt"): "short.txt: is too short",
+    ("--data", "table.csv"): "model = transformer: needs text, and table.csv is a table; take --model mlp",
+    ("--model", "mlp"): "model = mlp: needs a table",
+    ("--model", "transfomer"): "did you mean transformer?",
+    ("--model", "no.such:build"): "there is no module no;",
+    ("--model", "mine:nothing"): "mine.py has no nothing",
+    ("--model", "mine:buidl"): "mine.py has no buidl; did you mean build?",
+    ("--model", "mine:number"): "mine.py number is no function",
+    ("--model", "mine:build"): "build returned dict; it must return a hpczero.Model(layers, loss)",
+    ("--heads", "3"): "3 heads do not divide the width",
+    ("--momentum", "0.9"): "momentum goes with optimizer = sgd",
+    ("--name", "../up"): "name = '../up'",
+    ("--out", "empty.txt"): "empty.txt is a file; name a folder",
+    ("--out", "empty.txt/below"): "empty.txt is a file; name a folder",
+    ("--json", "nowhere/x.json"): "cannot be written there",
+    ("--config", "nowhere.toml"): "nowhere.toml: cannot be read",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What the command with those arguments said when it was refused."""
+
+    def job(arguments, folder):
+        (folder / "empty.txt").touch()
+        (folder / "short.txt").write_text("a few words")
+        (folder / "table.csv").write_text("a,b\n" + "1.5,2.5\n" * 40)
+        (folder / "mine.py").write_text("number = 3\ndef build(dataset, settings):\n    return {}\n")
+        return refused(*SMALL, *arguments, cwd=folder, PYTHONDONTWRITEBYTECODE="1")
+
+    with ahead({each: partial(job, each, tmp_path_factory.mktemp("refused")) for each in REFUSED}) as said:
+        yield said
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
+def test_what_cannot_be_done_is_one_message_and_nothing_is_left_behind(arguments, said):
+    assert REFUSED[arguments] in said(arguments)
+    assert len(re.findall("^hpczero: ", said(arguments), re.MULTILINE)) == 1
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
