@@ -97,6 +97,8 @@ class Topology:
         self._closed = False
         self.resources: dict[str, Any] = {}
         """What later layers keep for this set of ranks (transport, staging window); see `keep`."""
+        self.shared_arrays: dict[int, tuple[int, Any]] = {}
+        """What `empty` gave: address -> (the how manyth, its rows)."""
         try:
             self.world = self._own(comm.Dup())
             self.machine = self._own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.world.rank))
@@ -133,7 +135,7 @@ class Topology:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         rows = node_rows(self, int(np.prod(shape, dtype=np.int64)), np.dtype(dtype))
         self._closers.append(rows.close)
-        self.resources.setdefault("node-shared arrays", []).append(rows)
+        self.shared_arrays[rows.mine.ctypes.data] = len(self.shared_arrays), rows
         return rows.mine.reshape(shape)
 
     def keep(self, name: str, build: Callable[[], Any], *, ends_first: bool = False) -> Any:

@@ -22,7 +22,6 @@ from hpczero.collectives.guard import agree, explain, fingerprint
 from hpczero.collectives.messages import Round, resolve
 from hpczero.collectives.order import balanced
 from hpczero.collectives.selection import Call, choose
-from hpczero.collectives.slots import SLOT_BYTES
 from hpczero.collectives.transport import Transport
 from hpczero.errors import ConfigError
 from hpczero.memory import NodeRows
@@ -61,6 +60,8 @@ class Invocation:
     count : int
     shards : list of int
         Where each rank's shard begins, and the end.
+    rows : NodeRows or None
+        The rows that the array is one of, if it came whole from `topology.empty`, and that matters.
     """
 
     def __init__(self, operation: str, array: Any, topology: Topology, *, op: str = "sum", algorithm: str = "adaptive",
@@ -71,6 +72,7 @@ class Invocation:
         self._original, self._given_out = array, out
         self._error: Exception | None = None
         self.count, self.what, self._key, self.shards = 0, operation, None, [0] * (topology.size + 1)
+        self.rows: NodeRows | None = None
         try:
             self._look(array, out)
         except (TypeError, BufferError) as error:
@@ -148,15 +150,6 @@ class Invocation:
         """The contribution was written after the ranks had met."""
         return self._given_out is not None
 
-    def node_rows(self, flat: Array) -> NodeRows | None:
-        """The rows that `flat` is one of, if it came whole from `topology.empty`."""
-        for rows in self.topology.resources.get("node-shared arrays", ()):
-            mine = rows.mine
-            if not is_device(flat) and flat.size and mine.size == flat.size and mine.dtype == flat.dtype \
-                    and mine.ctypes.data == flat.ctypes.data:
-                return rows
-        return None
-
     def _look(self, array: Any, out: Any) -> None:
         self.array = from_any(array)
         self.count = self.array.size
@@ -173,12 +166,12 @@ class Invocation:
         counts = None if self._counts is None else tuple(self.shards)
         shape, dtype = self.array.shape, self.array.dtype
         self._key = self.operation, shape, dtype, self.op, self._asked, self.order, self.root, counts, memory
-        self._facts = Call(self.operation, self.array.nbytes, self.topology.map, self.order, memory == "device",
-                           memory.startswith("window"), is_half(dtype))
         known = self.transport.decisions.get(self._key)
         if known is not None:
             self.what = known.what
             return
+        self._facts = Call(self.operation, self.array.nbytes, self.topology.map, self.order, memory == "device",
+                           memory.startswith("window"), is_half(dtype))
         choose(self._facts, self._asked)      # for the error, while it can still be told
         self.what = (f"{self.operation} of {self.count} elements ({'x'.join(map(str, shape)) or 'scalar'}) {dtype} "
                      f"op={self.op} algorithm={self._asked} order={self.order} root={self.root} memory={memory}"
@@ -212,17 +205,22 @@ class Invocation:
         """
         if is_device(array):
             return "device"
-        if may_share and array.flags.c_contiguous and not (self.topology.num_nodes == 1 and array.nbytes <= SLOT_BYTES):
-            rows = self.node_rows(array.reshape(-1))
-            if rows is not None:
-                return f"window {self.topology.resources['node-shared arrays'].index(rows)}"
+        shared = self.topology.shared_arrays
+        if shared and may_share and array.flags.c_contiguous and not self._fits_into_slots(array.nbytes):
+            index, rows = shared.get(array.ctypes.data, (0, None))
+            if rows is not None and rows.mine.nbytes == array.nbytes and rows.mine.dtype == array.dtype:
+                self.rows = rows
+                return f"window {index}"
         return "private"
+
+    def _fits_into_slots(self, nbytes: int) -> bool:
+        return self.topology.num_nodes == 1 and nbytes <= self.transport.slots.row_bytes
 
     def _decide(self) -> Decision:
         """The algorithm, from facts that all ranks have agreed on, and what follows from it."""
         facts, nodes = self._facts, self.topology.map
         name = choose(facts, self._asked, self._costs())
-        small = name == "window" and facts.nbytes <= SLOT_BYTES
+        small = name == "window" and self._fits_into_slots(facts.nbytes)
         in_memory = not facts.on_device and self.operation in IN_MEMORY and name.startswith("hierarchical")
         offsets, rounds = self.shards, None
         if in_memory and self.operation == "all_reduce":
@@ -243,8 +241,9 @@ class Invocation:
     def _costs(self) -> Costs | None:
         """What "adaptive" goes by; None where a rule is as good, or all there is."""
         facts = self._facts
-        in_slots = len(facts.nodes.nodes) == 1 and facts.nbytes <= SLOT_BYTES      # nothing is faster than one meeting
-        if self._asked != "adaptive" or facts.on_device or in_slots or facts.nodes.size == 1:
+        # Nothing is faster than one meeting.
+        one_way = facts.nodes.size == 1 or self._fits_into_slots(facts.nbytes)
+        if self._asked != "adaptive" or facts.on_device or one_way:
             return None
         costs = Costs.of(self.topology, self.array.dtype)
         costs.prepare(facts)
@@ -303,13 +302,13 @@ _SMALL: dict[str, Callable[[Invocation, Array], bool]] = {
     "broadcast": _broadcast_small,
     "reduce": _all_reduce_small,
 }
-"""Inside a node, up to SLOT_BYTES: one meeting. They return whether all ranks were in the same call."""
+"""Inside a node, up to `slots.row_bytes`: one meeting. They return whether all ranks were in the same call."""
 
 
 def _all_reduce_in_memory(call: Invocation, flat: Array) -> None:
     topology, transport, offsets = call.topology, call.transport, call.decision.offsets
     cut = hierarchical.owned(topology.map) if topology.num_nodes == 1 else hierarchical.even(topology.map)
-    rows = call.node_rows(flat)
+    rows = call.rows
     if rows is None:
         window.Staging.of(topology).all_reduce(flat, offsets, transport, call.op, call.what, cut, call.between)
     else:
@@ -322,7 +321,7 @@ def _all_reduce_in_memory(call: Invocation, flat: Array) -> None:
 
 def _reduce_scatter_in_memory(call: Invocation, flat: Array) -> None:
     transport, offsets = call.transport, call.decision.offsets
-    rows = call.node_rows(flat)
+    rows = call.rows
     if rows is None:
         window.Staging.of(call.topology).reduce_scatter(flat, offsets, transport, call.op, call.what, call.between)
     else:
@@ -332,7 +331,7 @@ def _reduce_scatter_in_memory(call: Invocation, flat: Array) -> None:
 
 def _all_gather_in_memory(call: Invocation, flat: Array) -> None:
     transport, offsets = call.transport, call.decision.offsets
-    rows = call.node_rows(flat)
+    rows = call.rows
     if rows is None:
         window.Staging.of(call.topology).all_gather(flat, offsets, transport, call.what, call.between)
     else:
@@ -341,7 +340,7 @@ def _all_gather_in_memory(call: Invocation, flat: Array) -> None:
 
 
 def _broadcast_in_memory(call: Invocation, flat: Array) -> None:
-    rows = call.node_rows(flat)
+    rows = call.rows
     if rows is None:
         window.Staging.of(call.topology).broadcast(flat, call.decision.offsets, call.transport, call.what, call.root)
         return

@@ -10,7 +10,7 @@ import numpy as np
 from hpczero.arrays import is_half
 from hpczero.collectives.costs import Costs, Estimate
 from hpczero.collectives.selection import ALGORITHMS, Call, Order, choose, why_not
-from hpczero.collectives.slots import SLOT_BYTES
+from hpczero.collectives.slots import slot_bytes
 from hpczero.topology import Topology
 
 
@@ -52,7 +52,7 @@ def explain(topology: Topology, operation: str, nbytes: int, *, dtype: Any = np.
     call = Call(operation, nbytes, topology.map, order, in_window=shared, is_half=is_half(dtype))
     reasons = [(name, why_not(call, name)) for name in ALGORITHMS[operation]]
     cannot = tuple((name, reason) for name, reason in reasons if reason is not None)
-    if topology.size == 1 or (topology.num_nodes == 1 and nbytes <= SLOT_BYTES):
+    if topology.size == 1 or (topology.num_nodes == 1 and nbytes <= slot_bytes(topology.size)):
         why = "as it takes one meeting of the node" if topology.size > 1 else "as there is one rank"
         return Explanation(operation, nbytes, str(dtype), order, choose(call), why, (), cannot)
     costs = Costs.of(topology, dtype)

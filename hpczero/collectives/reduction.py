@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from hpczero.arrays import Array, as_bits, copy, is_device, is_half, launch
-from hpczero.collectives.order import Tree, depth, leaves, program
+from hpczero.collectives.order import Tree, depth, program
 from hpczero.errors import ConfigError
 from hpczero.kernels import half, reduce
 
@@ -72,8 +72,8 @@ def fold(rows: Array, row_of: dict[int, int], tree: Tree, op: str, first: int, o
     number = code(op)
     with_bits = is_half(rows.dtype)
     widest = 4 if number == reduce.SUM and not with_bits else 1
-    instructions = _program(tree, tuple(row_of[rank] for rank in leaves(tree)), widest)
-    stack = np.empty((depth(instructions), reduce.BLOCK), np.float32 if with_bits else rows.dtype)
+    instructions, height = _program(tree, tuple(row_of.items()), widest)
+    stack = np.empty((height, reduce.BLOCK), np.float32 if with_bits else rows.dtype)
     if with_bits:
         half.fold(as_bits(rows), instructions, stack, half.FORMATS[np.dtype(rows.dtype)], number, first, own_row,
                   as_bits(mine), as_bits(out))
@@ -104,5 +104,7 @@ def _fold_in_place(rows: Array, row_of: dict[int, int], tree: Tree, op: str) -> 
 
 
 @lru_cache(maxsize=256)
-def _program(tree: Tree, rows: tuple[int, ...], widest: int) -> np.ndarray:
-    return program(tree, dict(zip(leaves(tree), rows, strict=True)), widest)
+def _program(tree: Tree, row_of: tuple[tuple[int, int], ...], widest: int) -> tuple[np.ndarray, int]:
+    """The instructions of a fold, and how many partial sums they hold at once."""
+    instructions = program(tree, dict(row_of), widest)
+    return instructions, depth(instructions)

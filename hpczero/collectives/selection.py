@@ -8,7 +8,7 @@ besides the ranks:
 - `"world"`: nothing, not even the nodes: the canonical tree over all ranks.
 
 `choose` depends on facts that all ranks share, so that all take the same. What it knows of costs comes in as a function;
-without one a rule stands in, whose one threshold was measured on two cores: below 64 KiB rounds cost more than bytes.
+without one a rule stands in, whose threshold was measured on two cores: below 256 KiB rounds cost more than bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ORDERS = ("any", "canonical", "world")
 ALGORITHMS = {operation: (*names, "window", "system") for operation, names in SCHEDULES.items()}
 """The algorithms of each operation, beside "adaptive"."""
 
-SMALL_BYTES = 64 * 2**10
+SMALL_BYTES = 256 * 2**10
 MOVES_ONLY = ("all_gather", "broadcast")
 """Operations that add nothing: every algorithm keeps every order."""
 

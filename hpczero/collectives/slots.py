@@ -2,10 +2,10 @@
 
 What the flags mean stands in `kernels.slots`. Here they get their place: one block per node, (flags; a row per rank; the
 rows again), made once per topology and zeroed. `transport` waits on it: as a barrier, to agree on a call, and to reduce a
-vector of up to `SLOT_BYTES` in the same breath. A meeting takes one microsecond where a barrier of the MPI libraries takes
+vector of up to `slot_bytes` in the same breath. A meeting takes one microsecond where a barrier of the MPI libraries takes
 three and more, and every one of them compares what the ranks are about to do.
 
-Cost: 2 L * SLOT_BYTES + 128 L bytes per node of L ranks.
+Cost: 1 MiB per node and 128 bytes per rank.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ from typing import NamedTuple
 import numpy as np
 
 from hpczero.arrays import as_bits, is_half
+from hpczero.collectives.messages import ODD_BYTES
 from hpczero.collectives.order import balanced, depth, program
 from hpczero.kernels import half, reduce
 from hpczero.kernels import slots as kernels
-from hpczero.memory import node_rows
+from hpczero.memory import LINE_BYTES, node_rows
 from hpczero.topology import Topology
 
-SLOT_BYTES = 64 * 2**10
+ROWS_BYTES = 512 * 2**10
+"""Room for the rows of one meeting. Every rank adds all of them, so what one row may hold shrinks with their number: with
+two ranks this beats adding a stripe each, which takes a second meeting, up to here."""
 SPINS = 2000
 """Looks per call of a kernel, about 20 us: long enough for a neighbour that is on its way."""
 SPINS_SHARING = 50
 """The same where ranks outnumber cores, and looking keeps the core from the rank that is looked for."""
+
+
+def slot_bytes(num_ranks: int) -> int:
+    """What a slot holds on a node of so many ranks: whole cache lines, at least one."""
+    return max(LINE_BYTES, ROWS_BYTES // num_ranks // LINE_BYTES * LINE_BYTES)
 
 
 class Slots:
@@ -33,13 +41,14 @@ class Slots:
 
     def __init__(self, topology: Topology):
         self.size, self.me = topology.node.size, topology.local_rank
+        self.row_bytes = slot_bytes(self.size)
         spins = SPINS_SHARING if topology.is_oversubscribed else SPINS
         self._state = np.array([0, self.me, self.size, spins], np.int64)
-        flag_bytes = 8 * kernels.LINE * self.size
-        self._memory = node_rows(topology, flag_bytes + 2 * self.size * SLOT_BYTES, np.dtype(np.uint8), single=True)
+        flag_bytes, stride = 8 * kernels.LINE * self.size, self.row_bytes + ODD_BYTES
+        self._memory = node_rows(topology, flag_bytes + 2 * self.size * stride, np.dtype(np.uint8), single=True)
         block = self._memory.mine
         self._flags = block[:flag_bytes].view(np.int64)
-        self._rows = block[flag_bytes:].reshape(2, self.size, SLOT_BYTES)
+        self._rows = block[flag_bytes:].reshape(2, self.size, stride)
         self._folds: dict[tuple[np.dtype, int], _Fold] = {}
 
     @property
@@ -64,7 +73,7 @@ class Slots:
     def sum_up(self, flat: np.ndarray, op: int, mark: int, *, fresh: bool) -> int:
         """As `meet`; once all have come, `flat` holds the reduction over the ranks of the node, in the canonical order.
 
-        `flat` : (n,) contiguous, at most SLOT_BYTES, of one dtype on all ranks; `op` : a code of `kernels.reduce`.
+        `flat` : (n,) contiguous, at most `row_bytes`, of one dtype on all ranks; `op` : a code of `kernels.reduce`.
         """
         rows, instructions, stack, kind = self._folds.get((flat.dtype, op)) or self._fold(flat.dtype, op)
         if kind is None:

@@ -7,28 +7,29 @@ Rules that it keeps, each for a reason met in practice:
 - payload travels as bytes, since MPI has no portable half type, in segments, so that one is combined while the next is on
   its way, and in chunks below 2^31;
 - every wait polls, gives way when ranks outnumber cores, and ends at a limit with the names of the missing ranks;
-- a device array's stream is synchronised before MPI reads the array. Unless `HPCZERO_DEVICE_TRANSFER=direct` says that
-  this MPI library can read device memory, which most builds cannot (a wrong guess is a segmentation fault), it is staged
-  through host memory.
+- a device array's stream is synchronised before MPI reads the array. Unless there is evidence that this MPI library can
+  (`direct`), messages pass through pinned host memory: one segment is copied while MPI has another. What arrives is
+  combined on the device either way.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from hpczero.arrays import Array, copy, is_device, namespace, synchronize
-from hpczero.collectives import reduction, roll_call
-from hpczero.collectives.messages import Part, Round, resolve
-from hpczero.collectives.order import leaves
+from hpczero.arrays import Array, copy, copy_async, is_device, namespace, pinned, synchronize
+from hpczero.collectives import direct, reduction, roll_call
+from hpczero.collectives.messages import DEPTH, ODD_BYTES, Part, Round, Unit, resolve
 from hpczero.collectives.roll_call import RollCall
 from hpczero.collectives.schedule import Step
 from hpczero.collectives.slots import Slots
@@ -65,7 +66,7 @@ class Transport:
         self.timeout_s, self.report_s = DEFAULT_TIMEOUT_S, REPORT_S
         self.bytes_sent = {"window": 0, "node": 0, "network": 0}
         self.max_count = _whole("HPCZERO_MAX_COUNT", LARGEST_COUNT)
-        self.direct = _choice("HPCZERO_DEVICE_TRANSFER", ("staged", "direct")) == "direct"
+        self._reads_device: bool | None = None
         # Open MPI does not know the attribute on a communicator that was split off; 32767 is what MPI promises.
         self._tag, self._last_tag = 0, topology.world.Get_attr(MPI.TAG_UB) or 32767
         self._scratch: dict[str, np.ndarray] = {}
@@ -104,22 +105,33 @@ class Transport:
 
     def play(self, rounds: Iterable[Round], flat: Array, op: str = "sum", what: str = "") -> None:
         """As `execute`, for steps that were resolved before."""
-        tag = self._next_tag()
+        tag, staged = self._next_tag(), not self.reads(flat)
         for round_ in rounds:
-            landing = _Landing(self, flat, round_)
-            if not landing.staged:
+            landing = _Landing(self, flat, round_, staged)
+            if not staged:
                 synchronize(flat)      # kernels that still read or write it must not meet MPI's writes
-            arriving = [[self._post(self.topology.world.Irecv, landing.buffer(index, start, stop), part.peer, tag)
-                         for start, stop in part.segments(flat.itemsize)] for index, part in enumerate(round_.recv)]
-            leaving, kept = self._send(round_.send, flat, tag)
+            units = landing.units
+            placed = [self._post(self.topology.world.Irecv, buffer, peer, tag) for peer, buffer in landing.places()]
+            arriving = [self._await(unit, number, landing, tag) for number, unit in enumerate(units[:landing.depth])]
+            leaving, kept = self._send(round_.send, flat, tag, staged)
             if round_.sends_what_changes:
                 self.wait(leaving, what)
-            if round_.folds:
-                self._fold(round_, landing, arriving, op, what)
-            else:
-                self._take_in(round_, landing, arriving, op, what)
-            self.wait(leaving, what)
+            for number, unit in enumerate(units):
+                self.wait(arriving[number], what)
+                self._take_in(unit, number, landing, op)
+                if number + landing.depth < len(units):
+                    arriving.append(self._await(units[number + landing.depth], number + landing.depth, landing, tag))
+            landing.finish()
+            self.wait([*itertools.chain(*placed), *leaving], what)
             del kept      # sends read these buffers until now
+
+    def reads(self, flat: Array) -> bool:
+        """Whether MPI may be handed `flat` itself. Called by every rank; the first device array may take some seconds."""
+        if not is_device(flat):
+            return True
+        if self._reads_device is None:
+            self._reads_device = direct.can_read(self.topology, flat, self.timeout_s)
+        return self._reads_device
 
     def barrier(self, what: str = "") -> None:
         """Returns when every rank of the topology has called it."""
@@ -140,8 +152,8 @@ class Transport:
     def reduce_in_node(self, flat: np.ndarray, op: int, fingerprint: int, what: str) -> bool:
         """`flat` becomes the reduction over the ranks of the node, in the canonical order; a meeting in itself.
 
-        Host memory, (n,) contiguous, at most `SLOT_BYTES`; `op` is a code of `kernels.reduce`. False, with `flat` as it was,
-        if fingerprints differ.
+        Host memory, (n,) contiguous, at most `slots.row_bytes`; `op` is a code of `kernels.reduce`. False, with `flat` as it
+        was, if fingerprints differ.
         """
         slots = self.slots
         self.bytes_sent["window"] += (slots.size - 1) * flat.nbytes
@@ -168,11 +180,14 @@ class Transport:
         if not completed(requests, lambda: self._patience(what)):
             raise StallError(self._stalled(what))
 
-    def scratch(self, name: str, nbytes: int) -> np.ndarray:
-        """(nbytes,) uint8 of host memory, kept for the next call that asks for the same name."""
+    def scratch(self, name: str, nbytes: int, beside: Array | None = None) -> np.ndarray:
+        """(nbytes,) uint8 of host memory, kept for the next call that asks for the same name.
+
+        Pinned where it is for copies to or from the device of an array `beside` it.
+        """
         buffer = self._scratch.get(name)
         if buffer is None or buffer.nbytes < nbytes:
-            buffer = self._scratch[name] = np.empty(nbytes, np.uint8)
+            buffer = self._scratch[name] = np.empty(nbytes, np.uint8) if beside is None else pinned(beside, nbytes)
         return buffer[:nbytes]
 
     def close(self) -> None:
@@ -210,66 +225,57 @@ class Transport:
         self._tag = self._tag % self._last_tag + 1      # 1 to last_tag; 0 is for roll calls
         return self._tag
 
-    def _send(self, parts: Iterable[Part], flat: Array, tag: int) -> tuple[list[MPI.Request], list[Array]]:
+    def _send(self, parts: Sequence[Part], flat: Array, tag: int, staged: bool) -> tuple[list[MPI.Request], list[Array]]:
         """Posts all sends; the requests, and the buffers that must live as long."""
         requests, kept = [], []
+        segments = [(part, start, stop) for part in parts for start, stop in part.segments(flat.itemsize)]
+        buffers = self._staged(segments, flat) if staged else (_packed(*segment, flat) for segment in segments)
+        for (part, _, _), buffer in zip(segments, buffers, strict=True):
+            kept.append(buffer)
+            requests += self._post(self.topology.world.Isend, buffer, part.peer, tag)
         for part in parts:
-            for start, stop in part.segments(flat.itemsize):
-                buffer = self._packed(part, start, stop, flat)
-                kept.append(buffer)
-                requests += self._post(self.topology.world.Isend, buffer, part.peer, tag)
             self.bytes_sent[part.link] += part.count * flat.itemsize
         return requests, kept
 
-    def _packed(self, part: Part, start: int, stop: int, flat: Array) -> Array:
-        """A segment as one contiguous run of bytes that MPI may read."""
-        runs = list(part.runs(start, stop))
-        if len(runs) == 1 and (self.direct or not is_device(flat)):
-            buffer = flat[runs[0][1]:runs[0][2]]
-        else:
-            # Device memory that MPI cannot read passes through the host, a segment at a time.
-            buffer = (namespace(flat) if self.direct else np).empty(stop - start, flat.dtype)
-            for place, lo, hi in runs:
-                copy(buffer[place - start:place - start + hi - lo], flat[lo:hi])
-        synchronize(buffer)
-        return buffer
+    def _staged(self, segments: Sequence[tuple[Part, int, int]], flat: Array) -> Iterator[np.ndarray]:
+        """Each segment of a device array in host memory, as soon as it is there; meanwhile the device copies the next."""
+        count = sum(stop - start for _, start, stop in segments)
+        room, begin = self.scratch("departures", count * flat.itemsize, flat).view(flat.dtype), 0
+        on_their_way = []
+        for part, start, stop in segments:
+            buffer, begin = room[begin:begin + stop - start], begin + stop - start
+            for place, lo, hi in part.runs(start, stop):
+                copied = copy_async(buffer[place - start:place - start + hi - lo], flat[lo:hi])
+            on_their_way.append((buffer, copied))
+        for buffer, copied in on_their_way:
+            copied.synchronize()
+            yield buffer
 
     def _post(self, post: Any, buffer: Array, peer: int, tag: int) -> list[MPI.Request]:
         raw = buffer.view(np.uint8)
         parts = (raw[start:start + self.max_count] for start in range(0, raw.size, self.max_count))
         return [post([part, part.size, MPI.BYTE], peer, tag) for part in parts]
 
-    def _take_in(self, round_: Round, landing: _Landing, arriving: list[list[list[MPI.Request]]], op: str,
-                 what: str) -> None:
-        """Combines or places what arrives, message by message in their order, a segment as soon as it is there."""
-        flat = landing.flat
-        for index, part in enumerate(round_.recv):
-            for requests, (start, stop) in zip(arriving[index], part.segments(flat.itemsize), strict=True):
-                self.wait(requests, what)
-                if landing.is_direct[index]:
-                    continue
-                arrived = landing.arrived(index, start, stop)
-                for place, lo, hi in part.runs(start, stop):
-                    piece = arrived[place - start:place - start + hi - lo]
-                    if round_.add:
-                        reduction.combine(flat[lo:hi], piece, op)
-                    else:
-                        copy(flat[lo:hi], piece)
+    def _await(self, unit: Unit, number: int, landing: _Landing, tag: int) -> list[MPI.Request]:
+        """Posts the receives of a unit."""
+        return [request for row, index in enumerate(unit.indices)
+                for request in self._post(self.topology.world.Irecv, landing.row(number, row, unit.stop - unit.start),
+                                          landing.round.recv[index].peer, tag)]
 
-    def _fold(self, round_: Round, landing: _Landing, arriving: list[list[list[MPI.Request]]], op: str, what: str) -> None:
-        """Combines the same segment of all messages of a fold with this rank's own elements, as soon as all of it is there."""
-        flat, rank = landing.flat, self.topology.rank
-        for indices, tree in round_.folds:
-            peers = [round_.recv[index].peer for index in indices]
-            assert sorted([rank, *peers]) == sorted(leaves(tree))
-            part = round_.recv[indices[0]]
-            for segment, (start, stop) in enumerate(part.segments(flat.itemsize)):
-                for index in indices:
-                    self.wait(arriving[index][segment], what)
-                rows, places, base = landing.rows(indices, start, stop)
-                row_of = dict(zip([*peers, rank], places, strict=True))
-                for place, lo, hi in part.runs(start, stop):
-                    reduction.fold(rows, row_of, tree, op, place - base, flat[lo:hi], (rank, flat[lo:hi]))
+    def _take_in(self, unit: Unit, number: int, landing: _Landing, op: str) -> None:
+        """Combines or places what has arrived."""
+        flat, rank, parts = landing.flat, self.topology.rank, landing.round.recv
+        rows = landing.rows(number, unit)
+        peers = [parts[index].peer for index in unit.indices]
+        row_of = {peer: row for row, peer in enumerate([*peers, rank])}
+        for place, lo, hi in parts[unit.indices[0]].runs(unit.start, unit.stop):
+            first = place - unit.start
+            if unit.tree is not None:
+                reduction.fold(rows, row_of, unit.tree, op, first, flat[lo:hi], (rank, flat[lo:hi]))
+            elif landing.round.add:
+                reduction.combine(flat[lo:hi], rows[0, first:first + hi - lo], op)
+            else:
+                copy(flat[lo:hi], rows[0, first:first + hi - lo])
 
     def _report(self, what: str, waited_s: float) -> None:
         """Says once who is missing; by the lowest of the ranks that wait, with the place it waits at."""
@@ -295,50 +301,79 @@ class Transport:
 
 
 class _Landing:
-    """Where the messages of one round arrive: in `flat` itself, or in rows of scratch memory beside it."""
+    """Where the messages of one round arrive: in `flat` itself, or a few segments at a time in rows beside it.
 
-    def __init__(self, transport: Transport, flat: Array, round_: Round):
-        self.flat, self._parts = flat, round_.recv
-        self.staged = is_device(flat) and not transport.direct
-        apart = round_.add or bool(round_.folds) or self.staged
-        self.is_direct = [not apart and len(part.ranges) <= 1 for part in self._parts]
-        stride = max((part.count for part in self._parts), default=0)
-        num_rows = 0 if all(self.is_direct) else len(self._parts)
-        if is_device(flat) and not self.staged:
-            # One row more than messages: a fold on the device puts the rank's own elements beside what arrived.
-            self._rows = namespace(flat).empty((num_rows + 1, stride), flat.dtype)
+    Few, so that what arrives is still in the cache when it is combined, and room for it does not grow with the vector.
+    """
+
+    def __init__(self, transport: Transport, flat: Array, round_: Round, staged: bool):
+        self.flat, self.round, self.staged = flat, round_, staged
+        apart = round_.add or bool(round_.folds) or staged
+        self._placed = [] if apart else [index for index, part in enumerate(round_.recv) if len(part.ranges) <= 1]
+        self.units = round_.units(flat.itemsize, [index for index in range(len(round_.recv)) if index not in self._placed])
+        # Where what leaves must be gone before anything is written, all that arrives must find room meanwhile.
+        self.depth = len(self.units) if round_.sends_what_changes else min(DEPTH, len(self.units))
+        # On a device a fold puts the rank's own elements into a row beside what arrived.
+        num_rows = max((len(unit.indices) for unit in self.units), default=0) + is_device(flat)
+        longest = max((unit.stop - unit.start for unit in self.units), default=0)
+        shape = self.depth, num_rows, longest + ODD_BYTES // flat.itemsize
+        if is_device(flat) and not staged:
+            self._rows = namespace(flat).empty(shape, flat.dtype)
             synchronize(self._rows)
         else:
-            raw = transport.scratch("arrivals", num_rows * stride * flat.itemsize)
-            self._rows = raw.view(flat.dtype).reshape(num_rows, stride)
+            beside = ("arrivals of a device", flat) if staged else ("arrivals", None)
+            raw = transport.scratch(beside[0], math.prod(shape) * flat.itemsize, beside[1])
+            self._rows = raw.view(flat.dtype).reshape(shape)
+        self._copied: dict[int, Any] = {}      # by place in _rows: the event of the copy to the device
 
-    def buffer(self, index: int, start: int, stop: int) -> Array:
-        """Where elements `start` to `stop` of a message go."""
-        if self.is_direct[index]:
-            lo = self._parts[index].ranges[0][0]
-            return self.flat[lo + start:lo + stop]
-        return self._rows[index, start:stop]
+    def places(self) -> Iterator[tuple[int, Array]]:
+        """(peer, part of `flat`) for every segment that arrives where it belongs."""
+        for index in self._placed:
+            part = self.round.recv[index]
+            for start, stop in part.segments(self.flat.itemsize):
+                lo = part.ranges[0][0]
+                yield part.peer, self.flat[lo + start:lo + stop]
 
-    def arrived(self, index: int, start: int, stop: int) -> Array:
-        """A segment that is there and not yet in place, on the device that `flat` is on."""
-        segment = self._rows[index, start:stop]
+    def row(self, number: int, row: int, count: int) -> Array:
+        """Where a message of a unit goes; that of the unit `depth` before has been taken in."""
+        # The device may still be reading what was there before.
+        if self.staged:
+            self._await_copy(number % self.depth)
+        elif number >= self.depth:
+            synchronize(self._rows)
+        return self._rows[number % self.depth, row, :count]
+
+    def rows(self, number: int, unit: Unit) -> Array:
+        """(messages and one more, count or more): what has arrived, on the device that `flat` is on."""
+        rows = self._rows[number % self.depth]
         if not self.staged:
-            return segment
-        on_device = namespace(self.flat).empty(stop - start, self.flat.dtype)
-        copy(on_device, segment)
+            return rows
+        on_device = namespace(self.flat).empty((len(unit.indices) + 1, unit.stop - unit.start), self.flat.dtype)
+        for row in range(len(unit.indices)):
+            self._copied[number % self.depth] = copy_async(on_device[row], rows[row, :unit.stop - unit.start])
         return on_device
 
-    def rows(self, indices: Sequence[int], start: int, stop: int) -> tuple[Array, list[int], int]:
-        """Rows in which a segment of some messages can be folded with the rank's own elements.
+    def finish(self) -> None:
+        """The rows may be used for other things."""
+        for place in list(self._copied):
+            self._await_copy(place)
 
-        Which row holds each message, and last the one for the rank's own; and the element of the message they begin with.
-        """
-        if not self.staged:
-            return self._rows, [*indices, len(self._parts)], 0
-        on_device = namespace(self.flat).empty((len(indices) + 1, stop - start), self.flat.dtype)
-        for row, index in enumerate(indices):
-            copy(on_device[row], self._rows[index, start:stop])
-        return on_device, list(range(len(indices) + 1)), start
+    def _await_copy(self, place: int) -> None:
+        if (copied := self._copied.pop(place, None)) is not None:
+            copied.synchronize()
+
+
+def _packed(part: Part, start: int, stop: int, flat: Array) -> Array:
+    """A segment as one contiguous run of bytes, where `flat` is."""
+    runs = list(part.runs(start, stop))
+    if len(runs) == 1:
+        buffer = flat[runs[0][1]:runs[0][2]]
+    else:
+        buffer = namespace(flat).empty(stop - start, flat.dtype)
+        for place, lo, hi in runs:
+            copy(buffer[place - start:place - start + hi - lo], flat[lo:hi])
+    synchronize(buffer)
+    return buffer
 
 
 def _whole(variable: str, default: int) -> int:
@@ -349,9 +384,3 @@ def _whole(variable: str, default: int) -> int:
         raise ConfigError(f"{variable}={text!r}: a whole number from 1 to {LARGEST_COUNT} is allowed")
     return int(text)
 
-
-def _choice(variable: str, allowed: tuple[str, ...]) -> str:
-    text = os.environ.get(variable, allowed[0])
-    if text not in allowed:
-        raise ConfigError(f"{variable}={text!r} is not one of {', '.join(allowed)}")
-    return text

@@ -8,7 +8,7 @@ Bytes that move in memory, for an all-reduce of n bytes on each of L ranks of on
 (`topology.empty`) are read once and one sum is written, L n + n; then every rank copies what the others have added,
 2 (L - 1) n. Arrays that live elsewhere pass through a window of bounded size (`Staging`): each rank copies in all but the
 stripe that it adds itself, 2 (L - 1) n more, and copies out its own stripe too, 2 n. Messages would copy everything
-twice more. Vectors of up to `SLOT_BYTES` take the short way, in one meeting (`slots`).
+twice more. Vectors of up to `slots.slot_bytes` take the short way, in one meeting (`slots`).
 
 A rank may still read its neighbours' rows when the call returns on another rank: after `reduce_scatter`, `gather_rows`
 and `all_gather`, a row may be written only after the next meeting of the node.
@@ -49,8 +49,9 @@ def reduce_scatter(rows: NodeRows, offsets: Sequence[int], transport: Transport,
             # In place: nobody else reads these elements of this row.
             reduction.fold(rows.all, row_of, tree, op, lo, rows.mine[lo:hi])
             transport.bytes_sent["window"] += (len(ranks) - 1) * (hi - lo) * rows.mine.itemsize
-    steps = hierarchical.across_reduce_scatter(topology.rank, topology.map, cut, between)
-    transport.execute(steps, rows.mine, offsets, op, what)
+    if topology.num_nodes > 1:
+        steps = hierarchical.across_reduce_scatter(topology.rank, topology.map, cut, between)
+        transport.execute(steps, rows.mine, offsets, op, what)
 
 
 def gather_rows(rows: NodeRows, offsets: Sequence[int], transport: Transport, out: np.ndarray, *,
@@ -63,7 +64,7 @@ def gather_rows(rows: NodeRows, offsets: Sequence[int], transport: Transport, ou
     cut = cut or owned(topology.map)
     for row, rank in enumerate(topology.map.nodes[topology.node_index]):
         source = rows.all[row]
-        if rank == topology.rank and np.shares_memory(out, source):
+        if rank == topology.rank and np.may_share_memory(out, source):
             continue
         for first, last in spans(cut.blocks_of[rank]):
             lo, hi = offsets[first], offsets[last]
@@ -75,8 +76,9 @@ def all_gather(rows: NodeRows, offsets: Sequence[int], transport: Transport, out
                cut: Cut | None = None, between: str = "pairwise") -> None:
     """Every block from the row of the rank it belongs to, into `out`; `out` may be `rows.mine`."""
     topology = transport.topology
-    steps = hierarchical.across_all_gather(topology.rank, topology.map, cut, between)
-    transport.execute(steps, rows.mine, offsets, what=what)
+    if topology.num_nodes > 1:
+        steps = hierarchical.across_all_gather(topology.rank, topology.map, cut, between)
+        transport.execute(steps, rows.mine, offsets, what=what)
     transport.node_barrier(what)
     gather_rows(rows, offsets, transport, out, cut=cut)
 
@@ -154,8 +156,9 @@ class Staging:
             piece.copy_in(sorted(set(range(cut.num_blocks)) - set(mine)))
             transport.node_barrier(what)
             piece.fold(mine, transport, op)
-            steps = hierarchical.across_reduce_scatter(rank, nodes, cut, between)
-            transport.execute(steps, piece.rows.mine, piece.places, op, what)
+            if len(nodes.nodes) > 1:
+                steps = hierarchical.across_reduce_scatter(rank, nodes, cut, between)
+                transport.execute(steps, piece.rows.mine, piece.places, op, what)
             yield piece
 
     def _pieces(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, what: str) -> Iterator[_Piece]:
@@ -210,8 +213,9 @@ class _Piece:
     def spread(self, transport: Transport, what: str, cut: Cut, between: str) -> None:
         """Every block, from the row of the rank it belongs to, into `flat` on all ranks."""
         topology = transport.topology
-        steps = hierarchical.across_all_gather(topology.rank, topology.map, cut, between)
-        transport.execute(steps, self.rows.mine, self.places, what=what)
+        if topology.num_nodes > 1:
+            steps = hierarchical.across_all_gather(topology.rank, topology.map, cut, between)
+            transport.execute(steps, self.rows.mine, self.places, what=what)
         transport.node_barrier(what)
         for rank in topology.map.nodes[topology.node_index]:
             copied = self.copy_out(cut.blocks_of[rank], rank, topology)

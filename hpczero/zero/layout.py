@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from hpczero.collectives.messages import landing_bytes
 from hpczero.optim.norms import LEAF, Piece
 
 ALIGNMENT = LEAF
@@ -143,20 +144,23 @@ def formula_bytes(layout: Layout, *, stage: int, itemsize: int, num_states: int,
 
     Stage 0: n + n + k n elements; 1: n + n + k n / P; 2: n + n / P + k n / P; 3: all of them / P. Shared parameters count
     once per node. Buffers: at stage 2 two buckets; at stage 3 the largest layer once gathered and twice as gradients;
-    with several nodes, one arriving contribution per other node to the largest shard. Padding is not counted.
+    with several nodes, one arriving contribution per other node to the largest shard, or a few segments of it. Padding is
+    not counted.
     """
     n, ranks = layout.num_elements, layout.num_ranks
     copies = 1 / ranks_per_node if shared else 1
     slots = min(2, len(layout.buckets)) if stage >= 2 else 0
     gathered = layout.largest_bucket * copies if stage == 3 else 0
-    arriving = (num_nodes - 1) * layout.largest_shard
+    arriving = landing_bytes(layout.largest_shard * itemsize, "network", num_nodes - 1)
     elements = {
         "parameters": n / ranks if stage == 3 else n * copies,
         "gradients": n / ranks if stage >= 2 else n,
         "optimizer_states": num_states * (n / ranks if stage >= 1 else n),
-        "buffers": slots * layout.largest_bucket + gathered + arriving,
+        "buffers": slots * layout.largest_bucket + gathered,
     }
-    return {purpose: elements[purpose] * itemsize for purpose in PURPOSES}
+    found = {purpose: elements[purpose] * itemsize for purpose in PURPOSES}
+    found["buffers"] += arriving
+    return found
 
 
 def _laid_out(shapes: Mapping[str, tuple[int, ...]], groups: Iterable[Sequence[str]], num_ranks: int) -> Layout:

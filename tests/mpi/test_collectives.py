@@ -425,7 +425,7 @@ def test_half_sums_in_canonical_order_have_the_same_bits_by_every_algorithm_that
 def test_arrays_of_different_windows_or_of_none_are_a_mismatch(comm):
     if comm.size == 1:
         return
-    count = 20000      # too many for the slots of a node, through which arrays go from anywhere
+    count = 200000      # too many for the slots of a node, through which arrays go from anywhere
     with Topology(comm) as topology:
         first, second = topology.empty(count), topology.empty(count)
         other = second if comm.rank == 1 else np.zeros(count, np.float32)
