@@ -94,7 +94,7 @@ class Cluster:
             _ip("link", "set", inner, "up", within=node)
             _ip("link", "set", "lo", "up", within=node)
             for space, device in ((node, inner), (self._switch, outer)):
-                shape = f"tc qdisc add dev {device} root tbf rate {self._rate} burst 256kb latency 100ms"
+                shape = f"tc qdisc add dev {device} root tbf rate {self._rate} burst 1mb latency 100ms"
                 _run(["ip", "netns", "exec", space, *shape.split()])
         lines = [f"{SUBNET}.{index} {node}" for index, node in enumerate(self.nodes, 1)]
         (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
