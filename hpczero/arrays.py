@@ -8,8 +8,8 @@ array is its `__cuda_array_interface__` (numba.readthedocs.io, "CUDA Array Inter
 Half precision: MPI has no portable half type and Numba no bfloat16, so float16 and bfloat16 (`ml_dtypes`) travel and
 enter kernels as the uint16 view that `as_bits` gives; NumPy and CuPy themselves compute on the typed array.
 
-`launch` costs microseconds and does not wait for the device; `to_host`, `synchronize` and `copy` between host and
-device wait for it; the rest only looks.
+`launch` and `copy_async` cost microseconds and do not wait for the device; `to_host`, `synchronize` and `copy` between host
+and device wait for it; the rest only looks.
 """
 
 from __future__ import annotations
@@ -134,6 +134,35 @@ def copy(dst: Array, src: Array) -> None:
             dst[...] = to_host(src)
     else:
         dst[...] = src
+
+
+def pinned(beside: Array, nbytes: int) -> np.ndarray:
+    """(nbytes,) uint8 of host memory that the device of array `beside` reads and writes without the host's help.
+
+    Locking pages in memory takes time: ask once, and keep it. Needed by `copy_async`.
+    """
+    memory = namespace(beside).cuda.alloc_pinned_memory(max(nbytes, 1))
+    return np.frombuffer(memory, np.uint8, nbytes)
+
+
+def copy_async(dst: Array, src: Array) -> Any:
+    """Queue a copy between `pinned` host memory and a device, or on devices, on the current stream, and return its event.
+
+    Both contiguous, of one shape and dtype. Before `event.synchronize()` has returned, memory of the host and of other
+    processes must not be written, nor be read if it is `dst`.
+    """
+    array = dst if is_device(dst) else src
+    module = namespace(array)
+    stream = module.cuda.get_current_stream()
+    if is_device(dst) and is_device(src):
+        dst[...] = src
+    elif is_device(dst):
+        dst.set(src, stream=stream)
+    else:
+        src.get(stream=stream, out=dst, blocking=False)
+    event = module.cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
 
 
 def synchronize(x: Array) -> None:

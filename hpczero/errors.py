@@ -12,7 +12,7 @@ import socket
 from array import array
 from typing import TYPE_CHECKING
 
-from hpczero.waiting import DEFAULT_TIMEOUT_S, Patience, completed
+from hpczero.waiting import DEFAULT_TIMEOUT_S, Patience, abandon, completed
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -86,6 +86,7 @@ def gather_texts(comm: MPI.Comm, text: str, timeout_s: float = DEFAULT_TIMEOUT_S
 
     def wait(request: MPI.Request) -> None:
         if not completed([request], lambda: Patience(timeout_s)):
+            abandon([request])
             raise StallError(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}: not all ranks came to tell each "
                              f"other of errors within {timeout_s:g} s; one may have died")
 

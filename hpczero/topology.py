@@ -92,7 +92,7 @@ class Topology:
     def __init__(self, comm: MPI.Intracomm, node_map: Sequence[int] | None = None):
         _refuse_unusable(comm)
         self._owned: list[Any] = []
-        self._enders: list[Callable[[], None]] = []
+        self._running: list[Any] = []
         self._closers: list[Callable[[], None]] = []
         self._closed = False
         self.resources: dict[str, Any] = {}
@@ -132,6 +132,7 @@ class Topology:
         """
         from hpczero.memory import node_rows
 
+        self.drain()
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         rows = node_rows(self, int(np.prod(shape, dtype=np.int64)), np.dtype(dtype))
         self._closers.append(rows.close)
@@ -141,20 +142,33 @@ class Topology:
     def keep(self, name: str, build: Callable[[], Any], *, ends_first: bool = False) -> Any:
         """The resource called `name`, built at the first call; its `close` is called before the communicators go.
 
-        Later resources are closed before earlier ones; those that use others while they run (`ends_first`) before all.
+        Later resources are closed before earlier ones; those that use others while they run (`ends_first`; they can `drain`)
+        before all.
         """
         if name not in self.resources:
+            self.drain()      # it may be about to be built there
+        if name not in self.resources:
             self.resources[name] = build()
-            (self._enders if ends_first else self._closers).append(self.resources[name].close)
+            if ends_first:
+                self._running.append(self.resources[name])
+            else:
+                self._closers.append(self.resources[name].close)
         return self.resources[name]
+
+    def drain(self) -> None:
+        """Waits for what other threads do with this topology; on these threads, for nothing."""
+        for running in self._running:
+            running.drain()
 
     def close(self) -> None:
         """Frees windows and communicators. Called by every rank; a second call does nothing."""
         if self._closed:
             return
-        self._closed = True
         refuse_finalised()
-        for closer in (*self._enders, *reversed(self._closers)):
+        for running in self._running:      # with all that is on its way
+            running.close()
+        self._closed = True
+        for closer in reversed(self._closers):
             closer()
         self._free()
 

@@ -55,6 +55,14 @@ class Patience:
         return waited_s <= self._timeout_s
 
 
+def abandon(requests: Sequence[MPI.Request]) -> None:
+    """Keeps requests that nobody will complete, and so the buffers that MPI may yet write to, until the process ends."""
+    _ABANDONED.extend(requests)
+
+
+_ABANDONED: list[MPI.Request] = []
+
+
 def completed(requests: Sequence[MPI.Request], patience: Callable[[], Patience]) -> bool:
     """Waits until all requests are complete, or the patience ends; whether they are complete."""
     from mpi4py import MPI

@@ -34,7 +34,7 @@ from hpczero.collectives.groups import Groups, groups
 from hpczero.collectives.guard import agree, fingerprint
 from hpczero.collectives.selection import Call, choose
 from hpczero.collectives.transport import Transport
-from hpczero.errors import ConfigError, HpczeroError, NoCommunicatorError
+from hpczero.errors import ConfigError, HpczeroError, NoCommunicatorError, StallError
 from hpczero.topology import NodeMap, Topology, as_topology, refuse_finalised
 
 _PLANS_KEPT = 16
@@ -98,7 +98,9 @@ class HierarchicalAggregator:
             error = wrong
         try:
             agree(transport, f"HierarchicalAggregator with {settings}", error)
-        except HpczeroError:
+        except StallError:
+            raise      # somebody is missing, and would be for a collective free too
+        except Exception:
             if owned:
                 topology.close()      # every rank is here
             raise
@@ -256,7 +258,7 @@ class HierarchicalAggregator:
             return      # the sum over one rank is what it has, and so is the mean
         started = time.perf_counter()
         alone = arrays[bucket.names[0]] if len(bucket.entries) == 1 else None
-        if alone is not None and alone.flags.c_contiguous:
+        if alone is not None:
             all_reduce(alone, self._topology, op=self.config.op, algorithm=algorithm)
         else:
             fused = self._vector(bucket, arrays)

@@ -17,7 +17,7 @@ import numpy as np
 from hpczero.arrays import Array, copy, from_any
 from hpczero.collectives import reduction
 from hpczero.collectives.call import Invocation, shard_offsets, shard_slice
-from hpczero.collectives.comm_thread import Handle, drain, submit
+from hpczero.collectives.comm_thread import Handle, submit
 from hpczero.collectives.guard import explain
 from hpczero.collectives.selection import Order
 from hpczero.topology import Topology
@@ -38,13 +38,15 @@ def all_reduce(array: Any, topology: Topology, *, op: str = "sum", algorithm: st
         must hold the sum where a mean is asked for. Arrays of `topology.empty` come from the same call on every rank.
     op : {"sum", "mean", "prod", "min", "max"}
     algorithm : str
-        A name from `selection.ALGORITHMS["all_reduce"]`; "adaptive" lets a rule choose, the same on every rank.
+        A name from `selection.ALGORITHMS["all_reduce"]`; "adaptive" takes the fastest that keeps `order`, the same on every
+        rank, but under order="any" not necessarily on every run (docs/choice.md).
     order : {"any", "canonical", "world"}
         What the order of additions may depend on; see `collectives.selection`.
     out : array of the same shape and dtype, optional
         Where the result goes; must not overlap `array` in part.
     blocking : bool
-        False returns a `Handle` at once; its `wait()` gives what is returned otherwise. See `collectives.comm_thread`.
+        False returns a `Handle` at once; its `wait()` gives what is returned otherwise. See `collectives.comm_thread`. Host
+        memory only.
 
     Returns
     -------
@@ -60,8 +62,8 @@ def all_reduce(array: Any, topology: Topology, *, op: str = "sum", algorithm: st
     if blocking and out is None and _small_sum(array, topology, op, algorithm, order):
         return array
     if not blocking:
-        return submit(topology, lambda: all_reduce(array, topology, op=op, algorithm=algorithm, order=order, out=out))
-    drain(topology)
+        return submit(topology, array, lambda: all_reduce(array, topology, op=op, algorithm=algorithm, order=order, out=out))
+    topology.drain()
     call = Invocation("all_reduce", array, topology, op=op, algorithm=algorithm, order=order, out=out)
     if out is None:
         call.require_writable()
@@ -90,10 +92,11 @@ def reduce_scatter(array: Any, topology: Topology, *, op: str = "sum", algorithm
     1-D view of `array`, or `out`
     """
     if not blocking:
-        return submit(topology, lambda: reduce_scatter(array, topology, op=op, algorithm=algorithm, order=order,
+        return submit(topology, array, lambda: reduce_scatter(array, topology, op=op, algorithm=algorithm, order=order,
                                                        counts=counts, out=out))
-    drain(topology)
-    call = Invocation("reduce_scatter", array, topology, op=op, algorithm=algorithm, order=order, counts=counts)
+    topology.drain()
+    call = Invocation("reduce_scatter", array, topology, op=op, algorithm=algorithm, order=order, counts=counts,
+                      in_place=out is None)
     shard = slice(*call.shards[topology.rank:topology.rank + 2])
     call.expect("out", out, (shard.stop - shard.start,), written=True)
     if out is None:
@@ -122,8 +125,8 @@ def all_gather(array: Any, topology: Topology, *, algorithm: str = "adaptive", c
     `array`, or `out`
     """
     if not blocking:
-        return submit(topology, lambda: all_gather(array, topology, algorithm=algorithm, counts=counts, out=out))
-    drain(topology)
+        return submit(topology, array, lambda: all_gather(array, topology, algorithm=algorithm, counts=counts, out=out))
+    topology.drain()
     whole = array if out is None else out
     call = Invocation("all_gather", whole, topology, algorithm=algorithm, counts=counts)
     call.require_writable()
@@ -141,8 +144,8 @@ def broadcast(array: Any, topology: Topology, *, root: int = 0, algorithm: str =
               blocking: bool = True) -> Array | Handle:
     """Every rank's `array` becomes that of rank `root`. Called by every rank, with the same root."""
     if not blocking:
-        return submit(topology, lambda: broadcast(array, topology, root=root, algorithm=algorithm))
-    drain(topology)
+        return submit(topology, array, lambda: broadcast(array, topology, root=root, algorithm=algorithm))
+    topology.drain()
     call = Invocation("broadcast", array, topology, algorithm=algorithm, root=root)
     call.require_writable()
     flat = call.begin()
@@ -157,8 +160,9 @@ def reduce(array: Any, topology: Topology, *, root: int = 0, op: str = "sum", al
     As `all_reduce` otherwise; `out` counts on the root only. Returns the result on the root, None elsewhere.
     """
     if not blocking:
-        return submit(topology, lambda: reduce(array, topology, root=root, op=op, algorithm=algorithm, order=order, out=out))
-    drain(topology)
+        return submit(topology, array, lambda: reduce(array, topology, root=root, op=op, algorithm=algorithm, order=order,
+                                                      out=out))
+    topology.drain()
     at_root = topology.rank == root
     call = Invocation("reduce", array, topology, op=op, algorithm=algorithm, order=order, root=root,
                       out=out if at_root else None)
@@ -181,7 +185,7 @@ def _small_sum(array: Any, topology: Topology, op: str, algorithm: str, order: O
     known = transport.small_sums.get((array.shape, array.dtype, op, algorithm, order))
     if known is None:
         return False
-    drain(topology)
+    topology.drain()
     if not transport.reduce_in_node(array if array.ndim == 1 else array.reshape(-1), *known):
         explain(transport, known[2], None)
     return True

@@ -23,7 +23,7 @@ from hpczero.collectives.messages import Round, resolve
 from hpczero.collectives.order import balanced
 from hpczero.collectives.selection import Call, choose
 from hpczero.collectives.transport import Transport
-from hpczero.errors import ConfigError
+from hpczero.errors import ConfigError, HpczeroError
 from hpczero.memory import NodeRows
 from hpczero.topology import Topology
 
@@ -65,10 +65,13 @@ class Invocation:
     """
 
     def __init__(self, operation: str, array: Any, topology: Topology, *, op: str = "sum", algorithm: str = "adaptive",
-                 order: str = "any", root: int = 0, counts: Sequence[int] | None = None, out: Any = None):
+                 order: str = "any", root: int = 0, counts: Sequence[int] | None = None, out: Any = None,
+                 in_place: bool = True):
         self.operation, self.topology, self.op, self.order, self.root = operation, topology, op, order, root
+        if topology.closed:
+            raise HpczeroError(f"{operation}: the topology was closed; make another one")
         self.transport = Transport.of(topology)
-        self._asked, self._counts = algorithm, counts
+        self._asked, self._counts, self._in_place = algorithm, counts, in_place
         self._original, self._given_out = array, out
         self._error: Exception | None = None
         self.count, self.what, self._key, self.shards = 0, operation, None, [0] * (topology.size + 1)
@@ -86,8 +89,11 @@ class Invocation:
             return
         try:
             array = from_any(array)
-        except TypeError as error:
+        except (TypeError, BufferError) as error:
             self._error = ConfigError(f"{self.operation}: {name}: {error}")
+            return
+        except Exception as error:      # noqa: BLE001 - as above
+            self._error = error
             return
         if array.shape != shape or array.dtype != self.array.dtype:
             self._error = ConfigError(f"{self.operation}: {name} must be {shape} of {self.array.dtype}, not "
@@ -97,7 +103,8 @@ class Invocation:
 
     def require_writable(self) -> None:
         if self._error is None and not is_device(self.array) and not self.array.flags.writeable:
-            self._error = ConfigError(f"{self.operation}: the array is read-only; pass out=, or a copy")
+            instead = "a copy" if self.operation == "broadcast" else "out=, or a copy"
+            self._error = ConfigError(f"{self.operation}: the array is read-only; pass {instead}")
 
     def require_contiguous(self) -> None:
         if self._error is None and not self.array.flags.c_contiguous:
@@ -160,8 +167,8 @@ class Invocation:
         self.shards = shard_offsets(self.count, size) if self._counts is None else self._given_shards()
         if out is not None:
             self._look_at_out(out)
-        # To the root alone `out` is given, and what a reduction leaves in rows must not show: no window for it.
-        may_share = self.operation != "reduce"
+        # A reduction to one rank, or into another array, must not leave partial sums in the rows: no window for it.
+        may_share = self.operation != "reduce" and self._in_place
         memory = self._memory(self.array if out is None or not may_share else self._out, may_share)
         counts = None if self._counts is None else tuple(self.shards)
         shape, dtype = self.array.shape, self.array.dtype
@@ -210,7 +217,8 @@ class Invocation:
             index, rows = shared.get(array.ctypes.data, (0, None))
             if rows is not None and rows.mine.nbytes == array.nbytes and rows.mine.dtype == array.dtype:
                 self.rows = rows
-                return f"window {index}"
+                # Written after the ranks have met, which they must all know of.
+                return f"window {index}" + (" late" if self.writes_late else "")
         return "private"
 
     def _fits_into_slots(self, nbytes: int) -> bool:
@@ -233,6 +241,7 @@ class Invocation:
         decisions = self.transport.decisions
         if len(decisions) >= MOST_DECISIONS:
             decisions.clear()      # on every rank at the same call
+            self.transport.small_sums.clear()
         return decisions.setdefault(self._key, Decision(
             self.what, fingerprint(self.what), name, small, offsets, rounds
         ))

@@ -17,6 +17,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from hpczero.arrays import is_device
 from hpczero.errors import ConfigError, HpczeroError
 from hpczero.topology import Topology
 
@@ -82,11 +83,14 @@ class CommThread:
             del handle
 
 
-def submit(topology: Topology, run: Callable[[], Any]) -> Handle:
+def submit(topology: Topology, array: Any, run: Callable[[], Any]) -> Handle:
     """Queues a collective over `topology`. Called by every rank, in the same order as all its collectives.
 
-    ConfigError where MPI's thread level does not allow it; the level is the same on all ranks of a job.
+    ConfigError where MPI's thread level does not allow it, which is the same on all ranks of a job, or `array` is in device
+    memory: the thread knows neither the caller's device nor its stream.
     """
+    if is_device(array):
+        raise ConfigError("blocking=False works on host memory only so far: call with blocking=True, or copy to the host")
     level = MPI.Query_thread()
     if level < MPI.THREAD_MULTIPLE:
         names = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
@@ -95,10 +99,3 @@ def submit(topology: Topology, run: Callable[[], Any]) -> Handle:
     if topology.closed:
         raise HpczeroError("this topology was closed: no collective can be started on it any more")
     return topology.keep(_NAME, CommThread, ends_first=True).submit(run)
-
-
-def drain(topology: Topology) -> None:
-    """Lets the collectives that are on their way over `topology` come first."""
-    thread = topology.resources.get(_NAME)
-    if thread is not None:
-        thread.drain()

@@ -25,7 +25,7 @@ import numpy as np
 from hpczero.collectives import algorithms, links, pricing, tuning
 from hpczero.collectives.selection import Call, candidates
 from hpczero.collectives.transport import Transport
-from hpczero.errors import ConfigError
+from hpczero.errors import ConfigError, RoomError
 from hpczero.topology import NodeMap, Topology
 
 BUDGET_S = 0.8
@@ -61,7 +61,7 @@ class Costs:
         """What `tune` stored, or None."""
         self.links = self.table.links if self.table else None
         self._stand_in: tuning.Table | None = None
-        self._prepared: set[tuple[str, str]] = set()
+        self._prepared: set[tuple[str, str, str]] = set()
 
     @classmethod
     def of(cls, topology: Topology, dtype: Any) -> Costs:
@@ -74,9 +74,9 @@ class Costs:
     def prepare(self, call: Call) -> None:
         """Measures the stand-in for calls like this one, unless a table or an earlier call makes it unnecessary."""
         kind = call.operation, _buffers(call)
-        if kind in self._prepared or (self.table and self.table.algorithms(*kind)):
+        if (*kind, call.order) in self._prepared or (self.table and self.table.algorithms(*kind)):
             return
-        self._prepared.add(kind)
+        self._prepared.add((*kind, call.order))
         begin = time.monotonic()
         if self.links is None:
             self.links = links.measure(self._topology, LINKS_S)
@@ -120,7 +120,11 @@ class Costs:
             goes_on = time.monotonic() - begin + 8 * 30 * longest < BUDGET_S or nbytes == SIZES[0]
             if not transport.all_gather_small(np.array([goes_on]), "measure algorithms")[0, 0]:
                 break
-            times = time_calls(self._topology, call.operation, names, nbytes, self.dtype, repeats=3, shared=call.in_window)
+            try:
+                times = time_calls(self._topology, call.operation, names, nbytes, self.dtype, repeats=3,
+                                   shared=call.in_window)
+            except RoomError:      # on all ranks; the call itself may need less
+                break
             found += [tuning.Entry(call.operation, name, nbytes, _buffers(call), each) for name, each in times.items()]
             longest = max(times.values())
         return found

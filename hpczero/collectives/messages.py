@@ -22,8 +22,11 @@ on its way. It must not depend on anything that the two ends could see different
 WHOLE_BYTES = {"node": 2**23, "network": 2**20}
 """Up to here a message travels whole. Inside a node nothing is gained while what arrives fits into the last cache: a message
 costs some 40 us there, as much as copying 300 KiB."""
-DEPTH = 3
-"""Segments on their way at a time, where they land in scratch memory: one is combined, one arrives, one is asked for."""
+DEVICE_SEGMENT_BYTES = 2**22
+"""Of device memory a segment costs some 100 us in copies to queue, kernels to launch and events to wait for."""
+DEPTH, NETWORK_DEPTH = 3, 16
+"""Segments on their way at a time, where they land in scratch memory: one is combined, one arrives, one is asked for. A
+network wants more, as asking takes as long as its queues are, but not as many from each of many peers."""
 ODD_BYTES = 320
 """Rows that lie a power of two apart cost 40 % (4 KiB aliasing)."""
 
@@ -32,7 +35,13 @@ def landing_bytes(nbytes: int, link: str, num_messages: int) -> int:
     """Scratch memory for messages of `nbytes` that are folded together, or that follow each other (one)."""
     if nbytes <= WHOLE_BYTES[link]:
         return num_messages * (nbytes + ODD_BYTES)
-    return min(DEPTH, -(-nbytes // SEGMENT_BYTES)) * num_messages * (SEGMENT_BYTES + ODD_BYTES)
+    num_segments = min(depth(link, num_messages), -(-nbytes // SEGMENT_BYTES))
+    return num_segments * num_messages * (SEGMENT_BYTES + ODD_BYTES)
+
+
+def depth(link: str, num_messages: int) -> int:
+    """How many segments of each of so many messages may be on their way."""
+    return DEPTH if link == "node" else max(DEPTH, NETWORK_DEPTH // max(1, num_messages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +55,11 @@ class Part:
     """Half-open runs of elements, none of them empty."""
     count: int
 
-    def segments(self, itemsize: int) -> Iterator[tuple[int, int]]:
+    def segments(self, itemsize: int, on_device: bool = False) -> Iterator[tuple[int, int]]:
         """The message in segments: half-open ranges of its elements."""
-        whole = self.count * itemsize <= WHOLE_BYTES[self.link]
-        most = max(1, self.count if whole else SEGMENT_BYTES // itemsize)
+        whole = self.count * itemsize <= WHOLE_BYTES[self.link] and not on_device
+        segment_bytes = DEVICE_SEGMENT_BYTES if on_device else SEGMENT_BYTES
+        most = max(1, self.count if whole else segment_bytes // itemsize)
         for start in range(0, self.count, most):
             yield start, min(start + most, self.count)
 
@@ -75,12 +85,23 @@ class Round:
     sends_what_changes: bool
     """Elements that leave are also written by what arrives: they must have left before."""
 
-    def units(self, itemsize: int, parts: Sequence[int]) -> list[Unit]:
+    def units(self, itemsize: int, parts: Sequence[int], on_device: bool = False) -> list[Unit]:
         """What is taken in at once, in the order in which that happens; of `recv` only `parts`, unless they are folded."""
-        if self.folds:
-            return [Unit(indices, tree, start, stop) for indices, tree in self.folds
-                    for start, stop in self.recv[indices[0]].segments(itemsize)]
-        return [Unit((index,), None, start, stop) for index in parts for start, stop in self.recv[index].segments(itemsize)]
+        if not self.folds:
+            return [Unit((index,), None, start, stop) for index in parts
+                    for start, stop in self.recv[index].segments(itemsize, on_device)]
+        units = []
+        for indices, tree in self.folds:
+            # Messages of one fold may come over different links, and so in different segments: the longest contain the others.
+            cuts = [list(self.recv[index].segments(itemsize, on_device)) for index in indices]
+            longest = min(cuts, key=len)
+            if all(cut == longest for cut in cuts):
+                units += [Unit(indices, tree, start, stop) for start, stop in longest]
+            else:
+                units += [Unit(indices, tree, start, stop, tuple(
+                    tuple(piece for piece in cut if start <= piece[0] < stop) for cut in cuts
+                )) for start, stop in longest]
+        return units
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +113,8 @@ class Unit:
     tree: Tree | None
     start: int
     stop: int
+    pieces: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """The segments in which each of the messages comes, where that is not the one."""
 
 
 def resolve(steps: Iterable[Step], offsets: Sequence[int], rank: int, nodes: NodeMap) -> list[Round]:

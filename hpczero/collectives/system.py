@@ -21,7 +21,7 @@ _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max"
 
 def all_reduce(flat: Array, transport: Transport, op: str, what: str) -> None:
     """In place; a mean is left as a sum, here and below."""
-    host = to_host(flat)
+    host = _aligned(flat)
     transport.wait([transport.topology.world.Iallreduce(MPI.IN_PLACE, host, _OPS[op])], what)
     _back(flat, host)
 
@@ -31,7 +31,7 @@ def reduce_scatter(flat: Array, shards: Sequence[int], transport: Transport, op:
     topology = transport.topology
     lo, hi = shards[topology.rank:topology.rank + 2]
     mine = np.empty(hi - lo, flat.dtype)
-    request = topology.world.Ireduce_scatter(to_host(flat), mine, np.diff(shards).tolist(), _OPS[op])
+    request = topology.world.Ireduce_scatter(_aligned(flat), mine, np.diff(shards).tolist(), _OPS[op])
     transport.wait([request], what)
     copy(flat[lo:hi], mine)
 
@@ -54,7 +54,7 @@ def broadcast(flat: Array, root: int, transport: Transport, what: str) -> None:
 
 def reduce(flat: Array, root: int, transport: Transport, op: str, what: str) -> None:
     """The root's `flat` becomes the reduction; those of the others stay as they are."""
-    at_root, mine = transport.topology.rank == root, to_host(flat)
+    at_root, mine = transport.topology.rank == root, _aligned(flat)
     total = np.empty_like(mine) if at_root else None
     transport.wait([transport.topology.world.Ireduce(mine, total, _OPS[op], root)], what)
     if at_root:
@@ -62,6 +62,11 @@ def reduce(flat: Array, root: int, transport: Transport, op: str, what: str) -> 
 
 
 def _back(flat: Array, host: np.ndarray) -> None:
-    """What MPI left in host memory, into a device array; a host array has it already."""
-    if is_device(flat):
+    """What MPI left in host memory, into `flat`, unless it is there already."""
+    if host.ctypes.data != (None if is_device(flat) else flat.ctypes.data):
         copy(flat, host)
+
+
+def _aligned(flat: Array) -> np.ndarray:
+    """In host memory, at an address that mpi4py knows a type for."""
+    return np.require(to_host(flat), requirements="A")

@@ -8,8 +8,8 @@ Rules that it keeps, each for a reason met in practice:
   its way, and in chunks below 2^31;
 - every wait polls, gives way when ranks outnumber cores, and ends at a limit with the names of the missing ranks;
 - a device array's stream is synchronised before MPI reads the array. Unless there is evidence that this MPI library can
-  (`direct`), messages pass through pinned host memory: one segment is copied while MPI has another. What arrives is
-  combined on the device either way.
+  (`direct`), ranks of a node read each other's device memory where CUDA lets them (`ipc`), and all other messages pass
+  through pinned host memory: one segment is copied while MPI has another. What arrives is combined on the device each way.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ import numpy as np
 from mpi4py import MPI
 
 from hpczero.arrays import Array, copy, copy_async, is_device, namespace, pinned, synchronize
-from hpczero.collectives import direct, reduction, roll_call
-from hpczero.collectives.messages import DEPTH, ODD_BYTES, Part, Round, Unit, resolve
+from hpczero.collectives import direct, ipc, reduction, roll_call
+from hpczero.collectives.messages import ODD_BYTES, Part, Round, Unit, depth, resolve
 from hpczero.collectives.roll_call import RollCall
 from hpczero.collectives.schedule import Step
 from hpczero.collectives.slots import Slots
-from hpczero.errors import ConfigError, MismatchError, StallError
+from hpczero.errors import ConfigError, MismatchError, StallError, gather_texts, raise_together
 from hpczero.topology import Topology
-from hpczero.waiting import DEFAULT_TIMEOUT_S, Patience, completed
+from hpczero.waiting import DEFAULT_TIMEOUT_S, Patience, abandon, completed
 
 LARGEST_COUNT = 2**31 - 1
 _BARRIER = 1
 """The fingerprint of a barrier; those of calls are hashes."""
 REPORT_S = 30.0
 """A wait that lasts longer is reported once; what it waits for may yet come."""
+_NOTHING = [np.empty(0, np.uint8), 0, MPI.BYTE]
 _log = logging.getLogger("hpczero.collectives")
 
 
@@ -67,6 +68,7 @@ class Transport:
         self.bytes_sent = {"window": 0, "node": 0, "network": 0}
         self.max_count = _whole("HPCZERO_MAX_COUNT", LARGEST_COUNT)
         self._reads_device: bool | None = None
+        self._room: ipc.Room | None = None
         # Open MPI does not know the attribute on a communicator that was split off; 32767 is what MPI promises.
         self._tag, self._last_tag = 0, topology.world.Get_attr(MPI.TAG_UB) or 32767
         self._scratch: dict[str, np.ndarray] = {}
@@ -82,8 +84,8 @@ class Transport:
 
     @property
     def scratch_bytes(self) -> int:
-        """Host memory kept between calls for messages that arrive beside the data they are combined with."""
-        return sum(buffer.nbytes for buffer in self._scratch.values())
+        """Memory kept between calls for messages that arrive beside the data they are combined with, or leave from a copy."""
+        return sum(buffer.nbytes for buffer in self._scratch.values()) + (self._room.nbytes if self._room else 0)
 
     def execute(self, steps: Iterable[Step], flat: Array, offsets: Sequence[int], op: str = "sum", what: str = "") -> None:
         """Plays this rank's steps on `flat`, in place. Called by every rank of the topology, if need be without steps.
@@ -105,7 +107,10 @@ class Transport:
 
     def play(self, rounds: Iterable[Round], flat: Array, op: str = "sum", what: str = "") -> None:
         """As `execute`, for steps that were resolved before."""
-        tag, staged = self._next_tag(), not self.reads(flat)
+        self.topology.drain()
+        staged = not self.reads(flat)
+        tag = self._next_tag()
+        read_tag = self._next_tag() if staged else 0
         for round_ in rounds:
             landing = _Landing(self, flat, round_, staged)
             if not staged:
@@ -114,6 +119,9 @@ class Transport:
             placed = [self._post(self.topology.world.Irecv, buffer, peer, tag) for peer, buffer in landing.places()]
             arriving = [self._await(unit, number, landing, tag) for number, unit in enumerate(units[:landing.depth])]
             leaving, kept = self._send(round_.send, flat, tag, staged)
+            # A neighbour says so when it has read what was left for it in this rank's room.
+            read = [self.topology.world.Irecv(_NOTHING, part.peer, read_tag)
+                    for part in round_.send if staged and self.in_room(part)]
             if round_.sends_what_changes:
                 self.wait(leaving, what)
             for number, unit in enumerate(units):
@@ -122,7 +130,9 @@ class Transport:
                 if number + landing.depth < len(units):
                     arriving.append(self._await(units[number + landing.depth], number + landing.depth, landing, tag))
             landing.finish()
-            self.wait([*itertools.chain(*placed), *leaving], what)
+            read += [self.topology.world.Isend(_NOTHING, part.peer, read_tag)
+                     for part in round_.recv if staged and self.in_room(part)]
+            self.wait([*itertools.chain(*placed), *leaving, *read], what)
             del kept      # sends read these buffers until now
 
     def reads(self, flat: Array) -> bool:
@@ -130,8 +140,16 @@ class Transport:
         if not is_device(flat):
             return True
         if self._reads_device is None:
-            self._reads_device = direct.can_read(self.topology, flat, self.timeout_s)
+            self._reads_device, self._room = direct.choose(self.topology, flat, self.timeout_s, self._meet_to_close)
         return self._reads_device
+
+    def found(self, token: np.ndarray, nbytes: int) -> Array:
+        """(nbytes,) uint8 of a neighbour's device memory."""
+        return self._room.find(token, nbytes)
+
+    def in_room(self, part: Part) -> bool:
+        """Whether elements of a device array that MPI may not be handed go by CUDA IPC instead of through the host."""
+        return self._room is not None and part.link == "node" and part.count > 0
 
     def barrier(self, what: str = "") -> None:
         """Returns when every rank of the topology has called it."""
@@ -142,11 +160,15 @@ class Transport:
     def node_barrier(self, what: str = "") -> None:
         """Returns when every rank of the node has called it; what they wrote before can be read after."""
         if not self.meet(_BARRIER, what):
+            if self.topology.num_nodes == 1:      # the others are telling each other what they are in
+                raise_together(self.topology.world, None, self.timeout_s)
+                gather_texts(self.topology.world, what, self.timeout_s)
             raise MismatchError(f"rank {self.topology.rank} of {self.topology.size}: {what}: another rank of the node is in "
                                 "another call: every rank makes the same calls in the same order")
 
     def meet(self, fingerprint: int, what: str) -> bool:
         """Every rank of the node is in this call; whether all came with the same fingerprint (any int64)."""
+        self.topology.drain()
         return self._settle(self.slots.meet(fingerprint, fresh=True), fingerprint, what)
 
     def reduce_in_node(self, flat: np.ndarray, op: int, fingerprint: int, what: str) -> bool:
@@ -167,6 +189,7 @@ class Transport:
 
     def all_gather_small(self, values: np.ndarray, what: str = "", comm: MPI.Intracomm | None = None) -> np.ndarray:
         """(size, k): the (k,) values of every rank, in rank order, over `topology.world` or a duplicate of it."""
+        self.topology.drain()
         gathered = np.empty((self.topology.size, *values.shape), values.dtype)
         values = np.ascontiguousarray(values)
         request = (comm or self.topology.world).Iallgather(
@@ -178,6 +201,7 @@ class Transport:
     def wait(self, requests: list[MPI.Request], what: str) -> None:
         """Completes all requests, or raises StallError after `timeout_s`, naming the ranks that do not wait as well."""
         if not completed(requests, lambda: self._patience(what)):
+            abandon(requests)
             raise StallError(self._stalled(what))
 
     def scratch(self, name: str, nbytes: int, beside: Array | None = None) -> np.ndarray:
@@ -193,6 +217,9 @@ class Transport:
     def close(self) -> None:
         """Called by every rank."""
         self._scratch.clear()
+        self.small_sums.clear()
+        if self._room is not None:
+            self._room.close(self._meet_to_close)
         self.slots.close()
 
     def _settle(self, seen: int, fingerprint: int, what: str) -> bool:
@@ -228,7 +255,8 @@ class Transport:
     def _send(self, parts: Sequence[Part], flat: Array, tag: int, staged: bool) -> tuple[list[MPI.Request], list[Array]]:
         """Posts all sends; the requests, and the buffers that must live as long."""
         requests, kept = [], []
-        segments = [(part, start, stop) for part in parts for start, stop in part.segments(flat.itemsize)]
+        segments = [(part, start, stop) for part in parts
+                    for start, stop in part.segments(flat.itemsize, is_device(flat))]
         buffers = self._staged(segments, flat) if staged else (_packed(*segment, flat) for segment in segments)
         for (part, _, _), buffer in zip(segments, buffers, strict=True):
             kept.append(buffer)
@@ -238,18 +266,29 @@ class Transport:
         return requests, kept
 
     def _staged(self, segments: Sequence[tuple[Part, int, int]], flat: Array) -> Iterator[np.ndarray]:
-        """Each segment of a device array in host memory, as soon as it is there; meanwhile the device copies the next."""
-        count = sum(stop - start for _, start, stop in segments)
-        room, begin = self.scratch("departures", count * flat.itemsize, flat).view(flat.dtype), 0
-        on_their_way = []
+        """Each segment of a device array in host memory, or a token for it, once it is copied; the device goes on copying."""
+        counts = {True: 0, False: 0}
         for part, start, stop in segments:
-            buffer, begin = room[begin:begin + stop - start], begin + stop - start
+            counts[self.in_room(part)] += stop - start
+        room = {}
+        if counts[False]:
+            room[False] = self.scratch("departures", counts[False] * flat.itemsize, flat).view(flat.dtype)
+        if counts[True]:
+            room[True] = self._room.take(counts[True] * flat.itemsize).view(flat.dtype)
+        begin, on_their_way = {True: 0, False: 0}, []
+        for part, start, stop in segments:
+            by_ipc, count = self.in_room(part), stop - start
+            buffer = room[by_ipc][begin[by_ipc]:begin[by_ipc] + count]
             for place, lo, hi in part.runs(start, stop):
                 copied = copy_async(buffer[place - start:place - start + hi - lo], flat[lo:hi])
-            on_their_way.append((buffer, copied))
+            on_their_way.append((self._room.token(begin[True] * flat.itemsize) if by_ipc else buffer, copied))
+            begin[by_ipc] += count
         for buffer, copied in on_their_way:
             copied.synchronize()
             yield buffer
+
+    def _meet_to_close(self) -> None:
+        self.wait([self.topology.node.Ibarrier()], "closing shared device memory")
 
     def _post(self, post: Any, buffer: Array, peer: int, tag: int) -> list[MPI.Request]:
         raw = buffer.view(np.uint8)
@@ -258,9 +297,13 @@ class Transport:
 
     def _await(self, unit: Unit, number: int, landing: _Landing, tag: int) -> list[MPI.Request]:
         """Posts the receives of a unit."""
-        return [request for row, index in enumerate(unit.indices)
-                for request in self._post(self.topology.world.Irecv, landing.row(number, row, unit.stop - unit.start),
-                                          landing.round.recv[index].peer, tag)]
+        requests = []
+        for row, index in enumerate(unit.indices):
+            into, peer = landing.row(number, row, unit), landing.round.recv[index].peer
+            for buffer in [into] if unit.pieces is None else [into[start - unit.start:stop - unit.start]
+                                                              for start, stop in unit.pieces[row]]:
+                requests += self._post(self.topology.world.Irecv, buffer, peer, tag)
+        return requests
 
     def _take_in(self, unit: Unit, number: int, landing: _Landing, op: str) -> None:
         """Combines or places what has arrived."""
@@ -307,15 +350,19 @@ class _Landing:
     """
 
     def __init__(self, transport: Transport, flat: Array, round_: Round, staged: bool):
-        self.flat, self.round, self.staged = flat, round_, staged
+        self.flat, self.round, self.staged, self._transport = flat, round_, staged, transport
         apart = round_.add or bool(round_.folds) or staged
         self._placed = [] if apart else [index for index, part in enumerate(round_.recv) if len(part.ranges) <= 1]
-        self.units = round_.units(flat.itemsize, [index for index in range(len(round_.recv)) if index not in self._placed])
+        apart = [index for index in range(len(round_.recv)) if index not in self._placed]
+        self.units = round_.units(flat.itemsize, apart, is_device(flat))
         # Where what leaves must be gone before anything is written, all that arrives must find room meanwhile.
-        self.depth = len(self.units) if round_.sends_what_changes else min(DEPTH, len(self.units))
+        most = max((len(unit.indices) for unit in self.units), default=0)
+        link = "network" if any(part.link == "network" for part in round_.recv) else "node"
+        self.depth = len(self.units) if round_.sends_what_changes else min(depth(link, most), len(self.units))
         # On a device a fold puts the rank's own elements into a row beside what arrived.
-        num_rows = max((len(unit.indices) for unit in self.units), default=0) + is_device(flat)
-        longest = max((unit.stop - unit.start for unit in self.units), default=0)
+        num_rows = most + is_device(flat)
+        longest = max((unit.stop - unit.start for unit in self.units
+                       if not all(self._by_ipc(unit, row) for row in range(len(unit.indices)))), default=0)
         shape = self.depth, num_rows, longest + ODD_BYTES // flat.itemsize
         if is_device(flat) and not staged:
             self._rows = namespace(flat).empty(shape, flat.dtype)
@@ -325,38 +372,50 @@ class _Landing:
             raw = transport.scratch(beside[0], math.prod(shape) * flat.itemsize, beside[1])
             self._rows = raw.view(flat.dtype).reshape(shape)
         self._copied: dict[int, Any] = {}      # by place in _rows: the event of the copy to the device
+        self._tokens = np.empty((self.depth, num_rows, ipc.TOKEN_BYTES), np.uint8)
 
     def places(self) -> Iterator[tuple[int, Array]]:
         """(peer, part of `flat`) for every segment that arrives where it belongs."""
         for index in self._placed:
             part = self.round.recv[index]
-            for start, stop in part.segments(self.flat.itemsize):
+            for start, stop in part.segments(self.flat.itemsize, is_device(self.flat)):
                 lo = part.ranges[0][0]
                 yield part.peer, self.flat[lo + start:lo + stop]
 
-    def row(self, number: int, row: int, count: int) -> Array:
+    def row(self, number: int, row: int, unit: Unit) -> Array:
         """Where a message of a unit goes; that of the unit `depth` before has been taken in."""
         # The device may still be reading what was there before.
         if self.staged:
             self._await_copy(number % self.depth)
         elif number >= self.depth:
             synchronize(self._rows)
-        return self._rows[number % self.depth, row, :count]
+        if self._by_ipc(unit, row):
+            return self._tokens[number % self.depth, row]
+        return self._rows[number % self.depth, row, :unit.stop - unit.start]
 
     def rows(self, number: int, unit: Unit) -> Array:
         """(messages and one more, count or more): what has arrived, on the device that `flat` is on."""
         rows = self._rows[number % self.depth]
         if not self.staged:
             return rows
-        on_device = namespace(self.flat).empty((len(unit.indices) + 1, unit.stop - unit.start), self.flat.dtype)
+        count = unit.stop - unit.start
+        on_device = namespace(self.flat).empty((len(unit.indices) + 1, count), self.flat.dtype)
         for row in range(len(unit.indices)):
-            self._copied[number % self.depth] = copy_async(on_device[row], rows[row, :unit.stop - unit.start])
+            if self._by_ipc(unit, row):
+                token = self._tokens[number % self.depth, row]
+                arrived = self._transport.found(token, count * self.flat.itemsize).view(self.flat.dtype)
+            else:
+                arrived = rows[row, :count]
+            self._copied[number % self.depth] = copy_async(on_device[row], arrived)
         return on_device
 
     def finish(self) -> None:
         """The rows may be used for other things."""
         for place in list(self._copied):
             self._await_copy(place)
+
+    def _by_ipc(self, unit: Unit, row: int) -> bool:
+        return self.staged and self._transport.in_room(self.round.recv[unit.indices[row]])
 
     def _await_copy(self, place: int) -> None:
         if (copied := self._copied.pop(place, None)) is not None:

@@ -130,7 +130,8 @@ class Table:
             return cls(found, Links.from_dict(value["links"]), tuple(map(_entry, value["entries"])), str(value["made"]))
         except KeyError as error:
             raise ConfigError(f"no tuning table: {error} is missing") from None
-        except (TypeError, ValueError) as error:           # broken JSON is a ValueError, and so is a ConfigError
+        except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+            # Broken JSON is a ValueError, and so is a ConfigError.
             raise ConfigError(f"no tuning table: {error}") from None
 
 
@@ -158,15 +159,18 @@ def store(table: Table, topology: Topology) -> Path:
 
     Raises ConfigError on every rank where the file cannot be written.
     """
-    path, error = path_of(table.key), None
+    path, error = None, None
     if topology.rank == 0:
         try:
+            path = path_of(table.key)
             _replace(path, table.to_json())
+        except RuntimeError:
+            error = ConfigError("there is no home folder for the tuning table: name a file with HPCZERO_TUNING_TABLE")
         except OSError as failure:
             error = ConfigError(f"the tuning table cannot be written to {path} ({failure.strerror}): name another file "
                                 "with HPCZERO_TUNING_TABLE")
     raise_together(topology.world, error)
-    return path
+    return Path(gather_texts(topology.world, str(path or ""))[0])
 
 
 def load(topology: Topology, key: Key) -> Table | None:
@@ -175,12 +179,16 @@ def load(topology: Topology, key: Key) -> Table | None:
     What is wrong with a file is logged by rank 0, once per file and reason; nothing is raised.
     """
     # Rank 0 speaks last in this exchange only by its text; those of the others are empty.
-    text = gather_texts(topology.world, _read(path_of(key), key) if topology.rank == 0 else "")[0]
+    text = gather_texts(topology.world, _read(key) if topology.rank == 0 else "")[0]
     return Table.from_json(text) if text else None
 
 
-def _read(path: Path, key: Key) -> str:
-    """The file's text if it holds a table for this key, else ""."""
+def _read(key: Key) -> str:
+    """The text of the file if it holds a table for this key, else ""."""
+    try:
+        path = path_of(key)
+    except RuntimeError:      # a user without a home
+        return ""
     try:
         text = path.read_text(encoding="utf-8")
         found = Table.from_json(text)

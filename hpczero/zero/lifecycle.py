@@ -21,7 +21,7 @@ from hpczero.arrays import Array
 from hpczero.collectives.guard import agree
 from hpczero.collectives.transport import Transport
 from hpczero.device import Device
-from hpczero.errors import HpczeroError, StallError
+from hpczero.errors import HpczeroError, RoomError, StallError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.topology import Topology, as_topology, refuse_finalised
@@ -72,7 +72,13 @@ class PartitionedTraining(ABC):
         self._transport.timeout_s = config.comm_timeout_ms / 1000
         self.layout = self._lay_out(arrays)
         self._arena = Arena(self.topology, self.device)
-        self._allocate(optimizer)
+        try:
+            self._allocate(optimizer)
+        except RoomError:
+            self._arena.close()                # on every rank: smaller settings may yet find room
+            if self._owns_topology:
+                self.topology.close()
+            raise
         self._start_from(arrays)
         self._rounds = Rounds(self._transport)
         self._meter = Meter(self._transport)

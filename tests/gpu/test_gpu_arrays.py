@@ -136,3 +136,16 @@ def test_a_device_array_of_numba_becomes_a_cupy_array_over_the_same_memory(devic
     ours += 1
     arrays.synchronize(ours)
     assert theirs.copy_to_host().tolist() == [1, 2, 3, 4]
+
+
+def test_asynchronous_copies_arrive_when_their_event_has_been_waited_for(device):
+    nbytes = 100_000_000
+    there, back = (arrays.pinned(device.xp.empty(1), nbytes) for _ in range(2))
+    there[...] = np.arange(nbytes) % 251
+    with device.xp.cuda.Stream(non_blocking=True) as stream:
+        x = device.xp.empty(nbytes, np.uint8)
+        arrays.copy_async(x, there)
+        event = arrays.copy_async(back, x)
+        assert not stream.done, "the copies waited"
+        event.synchronize()
+    assert np.array_equal(there, back)

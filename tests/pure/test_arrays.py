@@ -204,6 +204,42 @@ def test_copy_does_not_broadcast(of):
         arrays.copy(np.zeros(3), of.ones(1))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+def test_an_asynchronous_copy_to_the_host_is_there_when_its_event_has_been_waited_for(dtype):
+    x = devicedouble.ones(3, dtype)
+    host = arrays.pinned(x, x.nbytes).view(dtype)
+    event = arrays.copy_async(host, x)
+    assert host.astype(np.float32).tolist() != [1, 1, 1]
+    event.synchronize()
+    assert host.tolist() == [1, 1, 1] and devicedouble.queue.num_synchronized == 0
+
+
+def test_an_asynchronous_copy_from_the_host_reads_until_its_event_has_been_waited_for():
+    x = devicedouble.zeros(3, np.float32)
+    host = arrays.pinned(x, x.nbytes).view(np.float32)
+    for early in (False, True):
+        host[:] = 1
+        event = arrays.copy_async(x, host)
+        if not early:
+            event.synchronize()
+        host[:] = 2
+        event.synchronize()
+        assert arrays.to_host(x).tolist() == [1, 1, 1]
+        assert len(devicedouble.queue.violations) == early
+
+
+def test_an_asynchronous_copy_may_stay_on_the_device():
+    x, y = devicedouble.zeros(3, np.float32), devicedouble.ones(3, np.float32)
+    arrays.copy_async(x, y).synchronize()
+    assert arrays.to_host(x).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000])
+def test_pinned_memory_has_the_size_that_was_asked_for(nbytes):
+    memory = arrays.pinned(devicedouble.empty(0), nbytes)
+    assert memory.shape == (nbytes,) and memory.dtype == np.uint8 and memory.flags.writeable
+
+
 def test_synchronize_waits_for_a_device_and_does_nothing_for_the_host():
     arrays.synchronize(np.zeros(3))
     assert devicedouble.queue.num_synchronized == 0

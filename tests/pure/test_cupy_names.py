@@ -50,8 +50,10 @@ def test_the_double_withholds_what_cupy_lacks():
 def test_the_double_has_no_name_under_cuda_that_cupy_lacks():
     import cupy
 
-    for name in ("Stream", "get_current_stream", "Device", "runtime"):
-        assert hasattr(cupy.cuda, name)
+    for name in ("Stream", "get_current_stream", "Device", "Event", "alloc_pinned_memory", "runtime"):
+        assert hasattr(cupy.cuda, name) and hasattr(double_cuda, name)
+    for name in ("record", "synchronize"):
+        assert hasattr(cupy.cuda.Event, name) and hasattr(double_cuda.Event, name)
     for name in ("synchronize", "ptr", "__enter__"):
         assert hasattr(cupy.cuda.Stream.null, name) and hasattr(double_cuda.Stream(), name)
     for name in ("get", "set", "item", "tolist", "__cuda_array_interface__"):
@@ -59,7 +61,7 @@ def test_the_double_has_no_name_under_cuda_that_cupy_lacks():
     for name in ("use", "synchronize"):
         assert hasattr(cupy.cuda.Device, name) and hasattr(double_cuda.Device, name)
     for name in ("CUDARuntimeError", "is_hip", "getDeviceCount", "getDeviceProperties", "deviceGetPCIBusId",
-                 "deviceSynchronize"):
+                 "deviceSynchronize", "malloc", "free", "ipcGetMemHandle", "ipcOpenMemHandle", "ipcCloseMemHandle"):
         assert hasattr(cupy.cuda.runtime, name) and hasattr(double_cuda.runtime, name)
 
 

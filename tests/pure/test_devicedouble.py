@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import devicedouble as xp
 import numpy as np
 import pytest
@@ -107,3 +111,91 @@ def test_a_copy_from_the_host_does_not_follow_the_host_array():
     x = xp.asarray(host)
     host[...] = 1
     assert values(x) == [0, 0, 0]
+
+
+def test_a_copy_to_pinned_memory_arrives_when_someone_waits_for_its_event_and_not_before(x):
+    host = np.frombuffer(xp.cuda.alloc_pinned_memory(24), np.float32).reshape(2, 3)
+    x.get(out=host, blocking=False)
+    event = xp.cuda.Event()
+    event.record()
+    x += 1
+    assert (host.view(np.uint8) == xp.queue.POISON).all()
+    event.synchronize()
+    assert host.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_an_event_waits_for_what_was_queued_before_it_alone(x):
+    first, second = (np.frombuffer(xp.cuda.alloc_pinned_memory(12), np.float32) for _ in range(2))
+    event = xp.cuda.Event()
+    x[0].get(out=first, blocking=False)
+    event.record()
+    x[1].get(out=second, blocking=False)
+    event.synchronize()
+    assert first.tolist() == [0, 1, 2] and second.tolist() != [3, 4, 5]
+    xp.cuda.get_current_stream().synchronize()
+    assert second.tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_writing_what_a_queued_copy_still_reads_is_a_failure(x, early):
+    host = np.frombuffer(xp.cuda.alloc_pinned_memory(12), np.float32)
+    x[0].set(host)
+    if early:
+        host[1] = 7
+    xp.cuda.get_current_stream().synchronize()
+    host[2] = 7
+    assert len(xp.queue.violations) == early
+
+
+def test_a_copy_that_shall_not_wait_needs_pinned_memory(x):
+    with pytest.raises(TypeError, match="not pinned"):
+        x.get(out=np.empty((2, 3), np.float32), blocking=False)
+
+
+class Bytes:
+    """Memory of `runtime.malloc`, as it is shown to CuPy."""
+
+    def __init__(self, address, size):
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+OTHER_PROCESS = """
+import sys
+import os
+import subprocess
+import sys
+
+import devicedouble as xp
+address = xp.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(sys.argv[1]))
+print(xp.shared.at(address, 8).tolist(), flush=True)
+sys.stdin.readline()
+xp.cuda.runtime.ipcCloseMemHandle(address)
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("closes", [True, False])
+def test_another_process_sees_what_was_waited_for_and_must_close_the_handle_first(waits, closes):
+    address = xp.cuda.runtime.malloc(8)
+    there = xp.asarray(Bytes(address, 8))
+    there[...] = xp.asarray(np.arange(8, dtype=np.uint8))
+    if waits:
+        xp.cuda.get_current_stream().synchronize()
+    handle = xp.cuda.runtime.ipcGetMemHandle(address)
+    assert len(handle) == 64
+    with pytest.raises(xp.cuda.CUDARuntimeError):
+        xp.cuda.runtime.ipcOpenMemHandle(handle)      # its own
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", OTHER_PROCESS, handle.hex()], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True, env=environment) as other:
+        seen = other.stdout.readline()
+        if closes:
+            other.stdin.write("\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "closed\n"
+        xp.cuda.runtime.free(address)
+        other.communicate("\n\n")
+    assert seen.strip() == str(list(range(8)) if waits else [xp.queue.POISON] * 8)
+    assert len(xp.queue.violations) == (not closes)

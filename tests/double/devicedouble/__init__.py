@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-from devicedouble import cuda, queue, simulator
+from devicedouble import cuda, queue, shared, simulator
 from devicedouble.array import forward, ndarray, unwrap, wrap
 
 __all__ = ["array", "asarray", "asnumpy", "cuda", "ndarray", "queue", "unwrap", "wrap"]
@@ -36,6 +36,9 @@ def array(obj: Any, dtype: Any = None, copy: bool = True, order: str = "K") -> n
     """A new device array, from host or device memory, lists or numbers."""
     if isinstance(obj, ndarray) and not copy and dtype in (None, obj.dtype):
         return obj
+    if not isinstance(obj, ndarray) and hasattr(obj, "__cuda_array_interface__"):      # here: bytes of `runtime.malloc`
+        there = obj.__cuda_array_interface__
+        return ndarray(shared.at(there["data"][0], there["shape"][0]))
     queue.mark()
     return ndarray(numpy.array(unwrap(obj), dtype, order=order))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from devicedouble import queue
+from devicedouble import queue, shared
 
 # Attributes of NumPy's arrays that CuPy's lack.
 NOT_IN_CUPY = {"ctypes", "data", "getfield", "resize", "setfield", "setflags", "to_device"}
@@ -51,13 +51,22 @@ class ndarray:
         return forward(getattr(ufunc, method), ufunc.__name__)(*inputs, **kwargs)
 
     def get(self, stream: Any = None, order: str = "C", out: numpy.ndarray | None = None, blocking: bool = True):
-        """A host copy; into `out` only with the same dtype and shape, contiguous, as in CuPy."""
-        queue.clear()
+        """A host copy; into `out` only with the same dtype and shape, contiguous, as in CuPy.
+
+        Not blocking, it is queued; only into pinned memory, since into any other a GPU's copy would block all the same.
+        """
+        if blocking:
+            queue.clear()
         if out is None:
             return self._host.copy(order)
         if out.dtype != self.dtype or out.shape != self.shape or not out.flags.forc:
             raise TypeError(f"get: {self.dtype}{self.shape} into {out.dtype}{out.shape}, or not contiguous")
-        out[...] = self._host
+        if blocking:
+            out[...] = self._host
+        elif not is_pinned(out):
+            raise TypeError("get: a copy that shall not block, into memory that is not pinned")
+        else:
+            queue.copy_to_host(out, self._host)
         return out
 
     def set(self, arr: numpy.ndarray, stream: Any = None) -> None:
@@ -68,6 +77,8 @@ class ndarray:
             raise RuntimeError("set: not contiguous")
         queue.mark()
         self._host[...] = arr
+        if is_pinned(arr):
+            queue.copy_from_host(arr)
 
     def item(self) -> Any:
         queue.clear()
@@ -86,7 +97,13 @@ class ndarray:
     def __setitem__(self, key: Any, value: Any) -> None:
         _refuse_host(value)
         queue.mark()
-        self._host[_unwrap_key(key)] = unwrap(value)
+        values = unwrap(value)
+        if isinstance(values, numpy.ndarray) and shared.is_opened(values):
+            queue.copy_from_host(values)
+        if shared.is_owned(self._host):
+            queue.copy_to_host(self._host[_unwrap_key(key)], values)
+        else:
+            self._host[_unwrap_key(key)] = values
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in NOT_IN_CUPY:
@@ -117,6 +134,17 @@ class ndarray:
     def _waited(self) -> numpy.ndarray:
         queue.clear()
         return self._host
+
+
+class Pinned(bytearray):
+    """Host memory that copies go to and come from without waiting."""
+
+
+def is_pinned(host: Any) -> bool:
+    """Whether the memory of a NumPy array is part of a `Pinned`."""
+    while isinstance(host, numpy.ndarray):
+        host = host.base
+    return isinstance(host.obj if isinstance(host, memoryview) else host, Pinned)
 
 
 def wrap(value: Any) -> Any:

@@ -1,13 +1,14 @@
 """The few names of `cupy.cuda` that hpczero uses, for machines that pretend to have GPUs.
 
-Tests change `runtime.num_devices` (and `runtime.failure`, an error text) to play other machines.
+Tests change `runtime.num_devices` (and `runtime.failure` or `runtime.ipc_failure`, error texts) to play other machines.
 """
 
 from __future__ import annotations
 
 from typing import Any, Self
 
-from devicedouble import queue
+from devicedouble import queue, shared
+from devicedouble.array import Pinned
 
 
 class Stream:
@@ -34,6 +35,24 @@ def get_current_stream() -> Stream:
     return _current[-1]
 
 
+class Event:
+    """A place in the queue."""
+
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False):
+        self._number = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._number = queue.num_queued()
+
+    def synchronize(self) -> None:
+        """Copies that were queued before it have happened. Memory may still not be shown: that needs all of the stream."""
+        queue.complete(self._number)
+
+
+def alloc_pinned_memory(size: int) -> Pinned:
+    return Pinned(size)
+
+
 class CUDARuntimeError(RuntimeError):
     """What CuPy raises when the CUDA runtime reports an error."""
 
@@ -48,6 +67,7 @@ class _Runtime:
 
     def reset(self) -> None:
         self.num_devices, self.failure, self.is_hip, self.bound = 1, "", False, None
+        self.ipc_failure = ""
 
     def getDeviceCount(self) -> int:
         if self.failure:
@@ -62,6 +82,26 @@ class _Runtime:
 
     def deviceSynchronize(self) -> None:
         queue.synchronize()
+
+    def malloc(self, size: int) -> int:
+        return shared.allocate(size)
+
+    def free(self, ptr: int) -> None:
+        shared.free(ptr)
+
+    def ipcGetMemHandle(self, devPtr: int) -> bytes:
+        if self.ipc_failure:
+            raise CUDARuntimeError(self.ipc_failure)
+        return shared.handle_of(devPtr)
+
+    def ipcOpenMemHandle(self, handle: bytes, flags: int = 1) -> int:
+        try:
+            return shared.open_handle(handle)
+        except ValueError as error:
+            raise CUDARuntimeError(str(error)) from None
+
+    def ipcCloseMemHandle(self, devPtr: int) -> None:
+        shared.close_handle(devPtr)
 
 
 runtime = _Runtime()
