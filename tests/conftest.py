@@ -126,10 +126,15 @@ class LimitEachTest:
 
 
 @pytest.fixture
-def comm() -> Iterator[MPI.Comm]:
+def comm(monkeypatch: pytest.MonkeyPatch) -> Iterator[MPI.Comm]:
     """A duplicate of COMM_WORLD for one test, over all ranks; the test ends on all of them together."""
     from mpi4py import MPI
 
+    from hpczero.collectives import costs
+
+    # A test makes many topologies, each of which would measure for a second what "adaptive" goes by.
+    monkeypatch.setattr(costs, "BUDGET_S", 0.02)
+    monkeypatch.setattr(costs, "LINKS_S", 0.02)
     duplicate = MPI.COMM_WORLD.Dup()
     yield duplicate
     # No rank is in the next test while another is still in this one. Sleeping, not spinning: ranks may share a core.

@@ -21,9 +21,9 @@ UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maxim
 
 
 def node_maps(size):
-    maps = {tuple([0] * size), tuple(range(size)), tuple(rank % 2 for rank in range(size))}
-    if size > 2:
-        maps.add((0, *[1] * (size - 1)))
+    maps = {tuple([0] * size), tuple(rank % 2 for rank in range(size))}
+    if size < 5:
+        maps |= {tuple(range(size)), (0, *[1] * (size - 1))}
     if size == 5:
         maps.add((0, 0, 1, 1, 2))
     return sorted(maps)
