@@ -256,7 +256,7 @@ class Invocation:
             return None
         costs = Costs.of(self.topology, self.array.dtype)
         costs.prepare(facts)
-        return costs
+        return costs if costs.cover(facts) else None
 
 
 def shard_slice(count: int, rank: int, size: int) -> slice:

@@ -59,7 +59,10 @@ def explain(topology: Topology, operation: str, nbytes: int, *, dtype: Any = np.
     costs.prepare(call)
     estimates = tuple(costs.estimates(call))
     source = f"by the table of {costs.table.made}" if costs.table else "by a measurement made now; `tune` stores a better one"
-    return Explanation(operation, nbytes, str(dtype), order, choose(call, costs=costs), source, estimates, cannot)
+    if not costs.cover(call):
+        source = "by a rule, as the measurement made now ended far below this size; `tune` goes on"
+    taken = choose(call, costs=costs if costs.cover(call) else None)
+    return Explanation(operation, nbytes, str(dtype), order, taken, source, estimates, cannot)
 
 
 def _seconds(seconds: float) -> str:
