@@ -10,8 +10,8 @@ from mpi_runs import run_tests, show
 
 FOLDER = "tests/mpi/simulator"
 OVER_RANKS = (f"{FOLDER}/test_device_path.py", f"{FOLDER}/test_device_training.py", f"{FOLDER}/test_device_aggregator.py")
-# What MPI reads directly is the same on any number of ranks; what neighbours leave for each other is not.
-WHAT = {3: (*OVER_RANKS, "-k", "not direct"), 2: OVER_RANKS, 1: (FOLDER,)}
+# What is staged or read directly is the same on any number of ranks; what neighbours leave for each other is not.
+WHAT = {3: (*OVER_RANKS, "-k", "ipc or training or aggregator"), 2: OVER_RANKS, 1: (FOLDER,)}
 
 
 @pytest.fixture(scope="module")

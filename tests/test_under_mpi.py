@@ -18,11 +18,13 @@ BROKEN = [
 
 # What is claimed for every number of ranks up to 5; the rest of tests/mpi is about one, a few, and odd numbers of them.
 ON_FOUR = ("tests/mpi/test_collectives.py", "tests/mpi/test_training.py")
+# These draw node maps and sizes of their own, and tests/test_soak.py runs all of them on 1 to 8 ranks.
+NOT_ON_FIVE = tuple(f"--ignore=tests/mpi/test_{name}.py" for name in ("bits", "communicators", "links", "matrix"))
 
 
 # One rank first: it finds the kernels compiled, or compiles them for all that follow.
 @pytest.mark.parametrize(("num_ranks", "what"), [(1, ["tests/mpi"]), (2, ["tests/mpi"]), (3, ["tests/mpi"]), (4, ON_FOUR),
-                                                 (5, ["tests/mpi"])], ids=[1, 2, 3, 4, 5])  # fmt: skip
+                                                 (5, ["tests/mpi", *NOT_ON_FIVE])], ids=[1, 2, 3, 4, 5])  # fmt: skip
 def test_tests_mpi_on(num_ranks, what, tmp_path, subtests):
     show(run_tests(num_ranks, tmp_path, *what), subtests)
 
