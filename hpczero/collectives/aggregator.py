@@ -24,14 +24,14 @@ from mpi4py import MPI
 
 from hpczero.arrays import Array, copy, is_half, namespace
 from hpczero.collectives import aggregator_stats, reduction
-from hpczero.collectives.aggregator_agreement import FAILED, compare, describe
+from hpczero.collectives.aggregator_agreement import compare, describe
 from hpczero.collectives.aggregator_arrays import as_arrays, as_entries, refuse_unwritable
 from hpczero.collectives.aggregator_buckets import Bucket, Entry, in_buckets
 from hpczero.collectives.aggregator_config import HierarchicalConfig, completed, contradiction, planned
 from hpczero.collectives.aggregator_stats import AggregatorStats, Recommendation
 from hpczero.collectives.api import all_reduce
 from hpczero.collectives.groups import Groups, groups
-from hpczero.collectives.guard import agree, fingerprint
+from hpczero.collectives.guard import FAILED, agree, fingerprint
 from hpczero.collectives.selection import Call, choose
 from hpczero.collectives.transport import Transport
 from hpczero.errors import ConfigError, HpczeroError, NoCommunicatorError, StallError

@@ -10,14 +10,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from hpczero.collectives.aggregator_buckets import Entry
+from hpczero.collectives.guard import same
 from hpczero.collectives.transport import Transport
 from hpczero.errors import MismatchError, gather_texts, raise_together
 
-FAILED = 0
-"""The fingerprint of a rank that has an error; `guard.fingerprint` is never 0."""
 SHOWN = 5
 """A message names so many gradients that differ; the rest is counted."""
 
@@ -29,14 +26,10 @@ def compare(transport: Transport, fingerprint: int, call: str, entries: tuple[En
     Raises on every rank: the error, if any rank passes one; else MismatchError, if fingerprints differ. Looks at them
     as `guard.agree` does, which a rank in another call may be in.
     """
-    topology = transport.topology
-    if topology.num_nodes == 1:
-        same = transport.meet(fingerprint, call)
-    else:
-        same = bool((transport.all_gather_small(np.array([fingerprint]), call) == fingerprint).all())
-    if error is not None or not same:
-        raise_together(topology.world, error, transport.timeout_s)
-        texts = gather_texts(topology.world, describe(call, entries), transport.timeout_s)
+    world = transport.topology.world
+    if not same(transport, fingerprint, call) or error is not None:
+        raise_together(world, error, transport.timeout_s)
+        texts = gather_texts(world, describe(call, entries), transport.timeout_s)
         raise MismatchError(f"{call}: {differences(texts)}")
 
 

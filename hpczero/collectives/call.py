@@ -246,7 +246,6 @@ class Invocation:
             self.what, fingerprint(self.what), name, small, offsets, rounds
         ))
 
-
     def _costs(self) -> Costs | None:
         """What "adaptive" goes by; None where a rule is as good, or all there is."""
         facts = self._facts

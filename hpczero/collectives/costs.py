@@ -3,7 +3,7 @@
 In order of trust:
 
 1. the table that `tune` has stored for these hosts, this MPI library, ranks per node and element type (`tuning`);
-2. a stand-in, measured by the first adaptive call that needs it, in at most a second: the links, and the algorithms that
+2. a stand-in, measured by the first adaptive call that needs it, in about a second: the links, and the algorithms that
    have no price (shared memory, the system's collective) beside the two cheapest that have one, at a few sizes;
 3. the price of the schedule by the measured links (`pricing`), corrected by what the stand-in found those to take that have
    a price too.
@@ -29,7 +29,7 @@ from hpczero.errors import ConfigError, RoomError
 from hpczero.topology import NodeMap, Topology
 
 BUDGET_S = 0.8
-"""For the stand-in of one operation; with what the last measurement runs over, a second at most."""
+"""For the stand-in of one operation; with what the last measurement runs over, about a second."""
 LINKS_S = 0.3
 SIZES = (2**14, 2**17, 2**20, 2**22, 2**24)
 REPEATS = 3

@@ -1,7 +1,7 @@
 """Ranks that disagree about a call find out before it starts, all of them, with the odd one named.
 
 Before payload moves, the ranks compare a digest of what they are about to do: operation, size, dtype, order, algorithm,
-and how many calls they have made. Inside one node they compare in shared memory, in a microsecond; over nodes it is a
+and how many calls they have made. Inside one node they compare in shared memory, in a microsecond or a few; over nodes it is a
 small all-gather. A rank whose arguments are wrong takes part too, so that its error reaches everyone instead of leaving the
 others to wait for it.
 """
@@ -16,11 +16,11 @@ import numpy as np
 from hpczero.collectives.transport import Transport
 from hpczero.errors import MismatchError, gather_texts, raise_together
 
-_FAILED = 0
+FAILED = 0
 
 
 def fingerprint(call: str) -> int:
-    """A number that stands for a description of a call; the same in every process, and never `_FAILED` or a barrier's."""
+    """A number that stands for a description of a call; the same in every process, and never `FAILED` or a barrier's."""
     return int.from_bytes(blake2b(call.encode(), digest_size=8).digest(), "little", signed=True) | 2
 
 
@@ -31,14 +31,16 @@ def agree(transport: Transport, call: str, error: Exception | None = None, mark:
 
     Raises on every rank: the error, if any rank passes one; else MismatchError, if the descriptions differ.
     """
-    mine = _FAILED if error is not None else mark or fingerprint(call)
-    if transport.topology.num_nodes == 1:
-        same = transport.meet(mine, call)
-    else:
-        seen = transport.all_gather_small(np.array([mine]), call)
-        same = bool((seen == mine).all())
-    if error is not None or not same:
+    mine = FAILED if error is not None else mark or fingerprint(call)
+    if not same(transport, mine, call) or error is not None:
         explain(transport, call, error)
+
+
+def same(transport: Transport, mark: int, call: str) -> bool:
+    """Whether all ranks came with the same mark: `FAILED`, or the fingerprint of what they are about to do."""
+    if transport.topology.num_nodes == 1:
+        return transport.meet(mark, call)
+    return bool((transport.all_gather_small(np.array([mark]), call) == mark).all())
 
 
 def explain(transport: Transport, call: str, error: Exception | None) -> None:

@@ -2,8 +2,8 @@
 
 What the flags mean stands in `kernels.slots`. Here they get their place: one block per node, (flags; a row per rank; the
 rows again), made once per topology and zeroed. `transport` waits on it: as a barrier, to agree on a call, and to reduce a
-vector of up to `slot_bytes` in the same breath. A meeting takes one microsecond where a barrier of the MPI libraries takes
-three and more, and every one of them compares what the ranks are about to do.
+vector of up to `slot_bytes` in the same breath. A meeting takes a microsecond or a few, less than a barrier of the MPI
+libraries, and every one of them compares what the ranks are about to do.
 
 Cost: 1 MiB per node and 128 bytes per rank.
 """

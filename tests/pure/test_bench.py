@@ -14,14 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher import run
 
-from hpczero.cli import COMMANDS, bench, bench_links, bench_table, parse
+from hpczero.cli import COMMANDS, bench, bench_table, parse
 from hpczero.cli.bench_inputs import POISON, Problem, count_wrong
 from hpczero.cli.bench_settings import BenchSettings, read_algorithms, read_sizes, read_words
 from hpczero.collectives import reduction, selection
 from hpczero.collectives.api import shard_slice
 from hpczero.errors import ConfigError
 from hpczero.settings import resolve
-from hpczero.topology import NodeMap
 
 DTYPES = get_args(BenchSettings.model_fields["dtype"].annotation)
 OPERATIONS = get_args(BenchSettings.model_fields["op"].annotation)
@@ -287,17 +286,3 @@ def test_the_last_line_says_what_was_wrong_first():
     assert bench_table.verdict([row(), row()]) == "# 2 rows, every result right"
     said = bench_table.verdict([row(), row(wrong=1000, algorithm="tree"), row(wrong=24)])
     assert said.startswith("# 3 rows, 2 WRONG, 1,024 elements; the first is tree, 1048576 elements, private")
-
-
-@pytest.mark.parametrize(
-    ("node_of", "pairs"),
-    [
-        ((0,), {}),
-        ((0, 0, 0), {"in a node": (0, 1)}),
-        ((0, 1, 0, 1), {"in a node": (0, 2), "between nodes": (0, 1)}),
-        ((0, 1, 1), {"in a node": (1, 2), "between nodes": (0, 1)}),
-        ((0, 1, 2), {"between nodes": (0, 1)}),
-    ],
-)
-def test_one_pair_of_ranks_measures_each_kind_of_link(node_of, pairs):
-    assert bench_links.pairs(NodeMap(node_of)) == pairs
