@@ -54,9 +54,15 @@ class NodeRows:
 
     def viewed(self, dtype: np.dtype) -> NodeRows:
         """The same memory as elements of another type; not to be closed."""
+        return self._view(self.all.view(dtype), self.mine.view(dtype))
+
+    def part(self, lo: int, hi: int) -> NodeRows:
+        """Elements `lo` to `hi` of every row; not to be closed."""
+        return self._view(self.all[:, lo:hi], self.mine[lo:hi])
+
+    def _view(self, block: np.ndarray, mine: np.ndarray) -> NodeRows:
         rows = NodeRows.__new__(NodeRows)
-        rows.all, rows.mine = self.all.view(dtype), self.mine.view(dtype)
-        rows.is_single, rows._window = self.is_single, None
+        rows.all, rows.mine, rows.is_single, rows._window = block, mine, self.is_single, None
         return rows
 
     def close(self) -> None:

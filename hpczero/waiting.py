@@ -63,14 +63,33 @@ def abandon(requests: Sequence[MPI.Request]) -> None:
 _ABANDONED: list[MPI.Request] = []
 
 
-def completed(requests: Sequence[MPI.Request], patience: Callable[[], Patience]) -> bool:
-    """Waits until all requests are complete, or the patience ends; whether they are complete."""
+def completed(requests: Sequence[MPI.Request], patience: Callable[[], Patience],
+              meanwhile: Callable[[], object] | None = None) -> bool:
+    """Waits until all requests are complete, or the patience ends; whether they are complete.
+
+    `meanwhile` is called between looks: what it does, others may be waiting for.
+    """
     from mpi4py import MPI
 
-    if not requests or MPI.Request.Testall(requests):
+    if not requests:
+        return True
+
+    def done() -> bool:
+        if MPI.Request.Testall(requests):
+            return True
+        if meanwhile is not None:
+            meanwhile()
+        return False
+
+    return until(done, patience)
+
+
+def until(done: Callable[[], bool], patience: Callable[[], Patience]) -> bool:
+    """Looks until `done`, or until the patience ends; whether it is done."""
+    if done():
         return True
     left = patience()
-    while not MPI.Request.Testall(requests):
+    while not done():
         if not left.lasts():
             return False
     return True

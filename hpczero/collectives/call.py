@@ -322,9 +322,7 @@ def _all_reduce_in_memory(call: Invocation, flat: Array) -> None:
     else:
         if call.writes_late:      # else the agreement on the call has shown that all contributions are written
             transport.node_barrier(call.what)
-        window.reduce_scatter(rows, offsets, transport, call.op, call.what, cut=cut, between=call.between)
-        window.all_gather(rows, offsets, transport, rows.mine, call.what, cut=cut, between=call.between)
-        transport.node_barrier(call.what)      # the caller may write its row as soon as this returns
+        window.all_reduce(rows, cut, transport, call.op, call.what, between=call.between)
 
 
 def _reduce_scatter_in_memory(call: Invocation, flat: Array) -> None:

@@ -6,8 +6,8 @@ the same shapes keeps its rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpczero.collectives.order import Tree
@@ -16,17 +16,17 @@ from hpczero.collectives.schedule import Message, Step, folds, spans
 if TYPE_CHECKING:
     from hpczero.topology import NodeMap
 
-SEGMENT_BYTES = 2**20
+SEGMENT_BYTES = {"node": 2**20, "network": 2**18}
 """A longer message travels in segments of so many bytes: one is combined, while it is still in the cache, when the next is
-on its way. It must not depend on anything that the two ends could see differently."""
-WHOLE_BYTES = {"node": 2**23, "network": 2**20}
+on its way. It must not depend on anything that the two ends could see differently. On a network shorter ones keep its queues
+short (`departures`), and are still as long as what a link of 25 GB/s carries in 10 us."""
+WHOLE_BYTES = {"node": 2**23, "network": 2**18}
 """Up to here a message travels whole. Inside a node nothing is gained while what arrives fits into the last cache: a message
 costs some 40 us there, as much as copying 300 KiB."""
 DEVICE_SEGMENT_BYTES = 2**22
 """Of device memory a segment costs some 100 us in copies to queue, kernels to launch and events to wait for."""
-DEPTH, NETWORK_DEPTH = 3, 16
-"""Segments on their way at a time, where they land in scratch memory: one is combined, one arrives, one is asked for. A
-network wants more, as asking takes as long as its queues are, but not as many from each of many peers."""
+DEPTH = 3
+"""Segments of a message on their way at a time: one is combined, one arrives, one is asked for."""
 ODD_BYTES = 320
 """Rows that lie a power of two apart cost 40 % (4 KiB aliasing)."""
 
@@ -35,13 +35,8 @@ def landing_bytes(nbytes: int, link: str, num_messages: int) -> int:
     """Scratch memory for messages of `nbytes` that are folded together, or that follow each other (one)."""
     if nbytes <= WHOLE_BYTES[link]:
         return num_messages * (nbytes + ODD_BYTES)
-    num_segments = min(depth(link, num_messages), -(-nbytes // SEGMENT_BYTES))
-    return num_segments * num_messages * (SEGMENT_BYTES + ODD_BYTES)
-
-
-def depth(link: str, num_messages: int) -> int:
-    """How many segments of each of so many messages may be on their way."""
-    return DEPTH if link == "node" else max(DEPTH, NETWORK_DEPTH // max(1, num_messages))
+    num_segments = min(DEPTH, -(-nbytes // SEGMENT_BYTES[link]))
+    return num_segments * num_messages * (SEGMENT_BYTES[link] + ODD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +50,70 @@ class Part:
     """Half-open runs of elements, none of them empty."""
     count: int
 
-    def segments(self, itemsize: int, on_device: bool = False) -> Iterator[tuple[int, int]]:
+    def cuts(self, itemsize: int, on_device: bool = False) -> list[tuple[int, int]]:
         """The message in segments: half-open ranges of its elements."""
         whole = self.count * itemsize <= WHOLE_BYTES[self.link] and not on_device
-        segment_bytes = DEVICE_SEGMENT_BYTES if on_device else SEGMENT_BYTES
+        segment_bytes = DEVICE_SEGMENT_BYTES if on_device else SEGMENT_BYTES[self.link]
         most = max(1, self.count if whole else segment_bytes // itemsize)
-        for start in range(0, self.count, most):
-            yield start, min(start + most, self.count)
+        return [(start, min(start + most, self.count)) for start in range(0, self.count, most)]
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(place, lo, hi): elements `start` to `stop` of the message lie at lo to hi of the vector, from `place` on."""
-        place = 0
+    def segment(self, start: int, stop: int) -> Segment:
+        """Elements `start` to `stop` of the message."""
+        runs, place = [], 0
         for lo, hi in self.ranges:
             first, last = max(start, place), min(stop, place + hi - lo)
             if first < last:
-                yield first, lo + first - place, lo + last - place
+                runs.append((first - start, lo + first - place, lo + last - place))
             place += hi - lo
+        return Segment(self, stop - start, tuple(runs))
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a message that travels at once."""
+
+    part: Part
+    count: int
+    runs: tuple[tuple[int, int, int], ...]
+    """(place, lo, hi): elements lo to hi of the vector are those from `place` on of the segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is taken in at once: a segment of one message, or the same segment of all messages that are folded together."""
+
+    indices: tuple[int, ...]
+    """Of `Round.recv`."""
+    tree: Tree | None
+    row_of: dict[int, int]
+    """In which of the rows each peer's contribution arrives; that of this rank comes after them."""
+    segment: Segment
+    """Of the first message; the others hold the same elements."""
+    pieces: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """Where the messages come over different links, and so in different segments: those of each, within this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A round in segments, for elements of one size, in host or device memory."""
+
+    placed: tuple[tuple[int, int, int], ...]
+    """(peer, lo, hi): what arrives where it belongs, elements lo to hi of the vector."""
+    units: tuple[Unit, ...]
+    """What arrives beside the vector, in the order in which it is taken in."""
+    depth: int
+    """How many units may be asked for at a time."""
+    num_rows: int
+    """Messages of the largest unit."""
+    queues: tuple[tuple[int, tuple[Segment, ...]], ...]
+    """What each peer is sent, in this order: that in which it expects it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """A `Step` whose messages are resolved."""
 
+    rank: int
     send: tuple[Part, ...]
     recv: tuple[Part, ...]
     add: bool
@@ -84,37 +121,49 @@ class Round:
     """What is kept apart and folded: which messages of `recv` together, and in the order of which tree of ranks."""
     sends_what_changes: bool
     """Elements that leave are also written by what arrives: they must have left before."""
+    _traffic: dict[tuple[int, bool, bool], Traffic] = field(default_factory=dict, compare=False, repr=False)
 
-    def units(self, itemsize: int, parts: Sequence[int], on_device: bool = False) -> list[Unit]:
-        """What is taken in at once, in the order in which that happens; of `recv` only `parts`, unless they are folded."""
+    def traffic(self, itemsize: int, on_device: bool = False, staged: bool = False) -> Traffic:
+        """The round in segments; kept. `staged`: nothing can arrive in the vector itself."""
+        key = itemsize, on_device, staged
+        return self._traffic.get(key) or self._traffic.setdefault(key, self._cut(*key))
+
+    def _cut(self, itemsize: int, on_device: bool, staged: bool) -> Traffic:
+        apart = self.add or bool(self.folds) or staged
+        in_place = [] if apart else [index for index, part in enumerate(self.recv) if len(part.ranges) <= 1]
+        placed = [(part.peer, lo + start, lo + stop) for part in (self.recv[index] for index in in_place)
+                  for lo, _ in part.ranges for start, stop in part.cuts(itemsize, on_device)]
+        units = self._units(itemsize, on_device, [index for index in range(len(self.recv)) if index not in in_place])
+        queues: dict[int, list[Segment]] = {}
+        for part in self.send:
+            queues.setdefault(part.peer, []).extend(part.segment(*cut) for cut in part.cuts(itemsize, on_device))
+        return Traffic(
+            tuple(placed), tuple(units),
+            # Where what leaves must be gone before anything is written, all that arrives must find room meanwhile.
+            depth=len(units) if self.sends_what_changes else min(DEPTH, len(units)),
+            num_rows=max((len(unit.indices) for unit in units), default=0),
+            queues=tuple((peer, tuple(segments)) for peer, segments in queues.items()),
+        )
+
+    def _units(self, itemsize: int, on_device: bool, parts: Sequence[int]) -> list[Unit]:
         if not self.folds:
-            return [Unit((index,), None, start, stop) for index in parts
-                    for start, stop in self.recv[index].segments(itemsize, on_device)]
+            return [self._unit((index,), None, *cut) for index in parts for cut in self.recv[index].cuts(itemsize, on_device)]
         units = []
         for indices, tree in self.folds:
             # Messages of one fold may come over different links, and so in different segments: the longest contain the others.
-            cuts = [list(self.recv[index].segments(itemsize, on_device)) for index in indices]
+            cuts = [self.recv[index].cuts(itemsize, on_device) for index in indices]
             longest = min(cuts, key=len)
-            if all(cut == longest for cut in cuts):
-                units += [Unit(indices, tree, start, stop) for start, stop in longest]
-            else:
-                units += [Unit(indices, tree, start, stop, tuple(
-                    tuple(piece for piece in cut if start <= piece[0] < stop) for cut in cuts
-                )) for start, stop in longest]
+            differ = any(cut != longest for cut in cuts)
+            units += [self._unit(indices, tree, start, stop, tuple(
+                tuple((lo - start, hi - start) for lo, hi in cut if start <= lo < stop) for cut in cuts
+            ) if differ else None) for start, stop in longest]
         return units
 
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A segment of one message, or the same segment of all messages that are folded together."""
-
-    indices: tuple[int, ...]
-    """Of `recv`."""
-    tree: Tree | None
-    start: int
-    stop: int
-    pieces: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    """The segments in which each of the messages comes, where that is not the one."""
+    def _unit(self, indices: tuple[int, ...], tree: Tree | None, start: int, stop: int,
+              pieces: tuple[tuple[tuple[int, int], ...], ...] | None = None) -> Unit:
+        peers = [*(self.recv[index].peer for index in indices), self.rank]
+        return Unit(indices, tree, {peer: row for row, peer in enumerate(peers)},
+                    self.recv[indices[0]].segment(start, stop), pieces)
 
 
 def resolve(steps: Iterable[Step], offsets: Sequence[int], rank: int, nodes: NodeMap) -> list[Round]:
@@ -130,7 +179,8 @@ def resolve(steps: Iterable[Step], offsets: Sequence[int], rank: int, nodes: Nod
     for step in steps:
         send, recv = tuple(map(part, step.send)), tuple(map(part, step.recv))
         apart = folds(step, rank) if step.fold is not None else ()
-        rounds.append(Round(send, recv, step.add, tuple((tuple(some), tree) for some, tree in apart), _overlap(send, recv)))
+        rounds.append(Round(rank, send, recv, step.add, tuple((tuple(some), tree) for some, tree in apart),
+                            _overlap(send, recv)))
     return rounds
 
 

@@ -19,7 +19,7 @@ from hpczero.topology import Topology
 @pytest.mark.parametrize("whole_bytes", [{"node": 4096, "network": 512}, {"node": 512, "network": 4096}])
 def test_a_fold_over_both_kinds_of_links_takes_each_message_as_it_was_sent(comm, monkeypatch, whole_bytes):
     monkeypatch.setattr(messages, "WHOLE_BYTES", whole_bytes)
-    monkeypatch.setattr(messages, "SEGMENT_BYTES", 512)
+    monkeypatch.setattr(messages, "SEGMENT_BYTES", {"node": 512, "network": 512})
     with Topology(comm, [rank // 2 for rank in range(comm.size)]) as topology:
         for count in (100 * comm.size, 333 * comm.size + 1, 5000):
             array = np.arange(count, dtype=np.float32) % 13 + comm.rank
