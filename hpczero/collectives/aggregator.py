@@ -31,8 +31,9 @@ from hpczero.collectives.aggregator_config import HierarchicalConfig, completed,
 from hpczero.collectives.aggregator_stats import AggregatorStats, Recommendation
 from hpczero.collectives.api import all_reduce
 from hpczero.collectives.groups import Groups, groups
-from hpczero.collectives.guard import FAILED, agree, fingerprint
+from hpczero.collectives.guard import agree, fingerprint
 from hpczero.collectives.selection import Call, choose
+from hpczero.collectives.slots import FAILED
 from hpczero.collectives.transport import Transport
 from hpczero.errors import ConfigError, HpczeroError, NoCommunicatorError, StallError
 from hpczero.topology import NodeMap, Topology, as_topology, refuse_finalised

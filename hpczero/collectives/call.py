@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpczero.arrays import Array, copy, from_any, is_device, is_half, namespace
-from hpczero.collectives import algorithms, hierarchical, reduction, system, window
+from hpczero.collectives import algorithms, hierarchical, reduction, small, system, window
 from hpczero.collectives.costs import Costs
 from hpczero.collectives.guard import agree, explain, fingerprint
 from hpczero.collectives.messages import Round, resolve
@@ -42,7 +42,7 @@ class Decision:
     """Its fingerprint."""
     algorithm: str
     small: bool
-    """The vector fits into the slots of a node: no more than one meeting is needed."""
+    """The vector fits into the slots of a node: the ranks agree in the meeting in which they exchange it."""
     offsets: Sequence[int]
     """Where the blocks begin that the algorithm names, and the end of the last."""
     rounds: list[Round] | None
@@ -127,9 +127,9 @@ class Invocation:
         """Moves and combines; what `flat` holds afterwards is said by the operation."""
         decision = self.decision
         if decision.small:
-            if not _SMALL[self.operation](self, flat):
+            if not small.WAYS[self.operation](self, flat):
                 explain(self.transport, self.what, None)
-            if self.operation == "all_reduce" and self.op != "mean":
+            if self.operation == "all_reduce" and self.op != "mean" and decision.rounds is None:
                 settings = self.array.shape, flat.dtype, self.op, self._asked, self.order
                 self.transport.small_sums[settings] = reduction.code(self.op), decision.mark, decision.what
         elif decision.rounds is not None:
@@ -228,10 +228,13 @@ class Invocation:
         """The algorithm, from facts that all ranks have agreed on, and what follows from it."""
         facts, nodes = self._facts, self.topology.map
         name = choose(facts, self._asked, self._costs())
-        small = name == "window" and self._fits_into_slots(facts.nbytes)
+        is_small = name == "window" and self._fits_into_slots(facts.nbytes)
         in_memory = not facts.on_device and self.operation in IN_MEMORY and name.startswith("hierarchical")
         offsets, rounds = self.shards, None
-        if in_memory and self.operation == "all_reduce":
+        if small.goes_over_nodes(facts, name):
+            is_small, offsets = True, algorithms.even_offsets(self.count, len(nodes.nodes))
+            rounds = resolve(hierarchical.among_leaders(self.topology.rank, nodes), offsets, self.topology.rank, nodes)
+        elif in_memory and self.operation == "all_reduce":
             offsets = algorithms.even_offsets(self.count, hierarchical.even(nodes).num_blocks)
         elif not (in_memory or name in ("window", "system")):
             tree = balanced(range(nodes.size)) if self.order == "world" else None
@@ -243,7 +246,7 @@ class Invocation:
             decisions.clear()      # on every rank at the same call
             self.transport.small_sums.clear()
         return decisions.setdefault(self._key, Decision(
-            self.what, fingerprint(self.what), name, small, offsets, rounds
+            self.what, fingerprint(self.what), name, is_small, offsets, rounds
         ))
 
     def _costs(self) -> Costs | None:
@@ -268,49 +271,6 @@ def shard_slice(count: int, rank: int, size: int) -> slice:
 def shard_offsets(count: int, size: int) -> list[int]:
     """Where the shards of `shard_slice` begin, and the end of the last: size + 1 numbers."""
     return algorithms.even_offsets(count, size)
-
-
-def _all_reduce_small(call: Invocation, flat: Array) -> bool:
-    return call.transport.reduce_in_node(flat, reduction.code(call.op), call.decision.mark, call.what)
-
-
-def _reduce_scatter_small(call: Invocation, flat: Array) -> bool:
-    return call.transport.reduce_in_node(flat, reduction.code(call.op), call.decision.mark, call.what)
-
-
-def _all_gather_small(call: Invocation, flat: Array) -> bool:
-    rows, me = call.transport.slots.next_rows(flat.dtype), call.topology.local_rank
-    shards = [slice(*call.shards[rank:rank + 2]) for rank in range(call.topology.size)]
-    rows[me, shards[me]] = flat[shards[me]]
-    if not call.transport.meet(call.decision.mark, call.what):
-        return False
-    for rank, shard in enumerate(shards):
-        flat[shard] = rows[rank, shard]
-    call.transport.bytes_sent["window"] += flat.nbytes - flat[shards[me]].nbytes
-    return True
-
-
-def _broadcast_small(call: Invocation, flat: Array) -> bool:
-    rows = call.transport.slots.next_rows(flat.dtype)
-    at_root = call.topology.rank == call.root
-    if at_root:
-        rows[call.root, :flat.size] = flat
-    if not call.transport.meet(call.decision.mark, call.what):
-        return False
-    if not at_root:
-        flat[:] = rows[call.root, :flat.size]
-        call.transport.bytes_sent["window"] += flat.nbytes
-    return True
-
-
-_SMALL: dict[str, Callable[[Invocation, Array], bool]] = {
-    "all_reduce": _all_reduce_small,
-    "reduce_scatter": _reduce_scatter_small,
-    "all_gather": _all_gather_small,
-    "broadcast": _broadcast_small,
-    "reduce": _all_reduce_small,
-}
-"""Inside a node, up to `slots.row_bytes`: one meeting. They return whether all ranks were in the same call."""
 
 
 def _all_reduce_in_memory(call: Invocation, flat: Array) -> None:

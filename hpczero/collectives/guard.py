@@ -1,8 +1,8 @@
 """Ranks that disagree about a call find out before it starts, all of them, with the odd one named.
 
 Before payload moves, the ranks compare a digest of what they are about to do: operation, size, dtype, order, algorithm,
-and how many calls they have made. Inside one node they compare in shared memory, in a microsecond or a few; over nodes it is a
-small all-gather. A rank whose arguments are wrong takes part too, so that its error reaches everyone instead of leaving the
+and how many calls they have made. Inside a node they compare in shared memory, in a microsecond or a few; then one rank of
+each node compares with those of the others, and tells its node, in shared memory again. A rank whose arguments are wrong takes part too, so that its error reaches everyone instead of leaving the
 others to wait for it.
 """
 
@@ -12,12 +12,11 @@ from collections import Counter
 from hashlib import blake2b
 
 import numpy as np
+from mpi4py import MPI
 
+from hpczero.collectives.slots import FAILED, slot_bytes
 from hpczero.collectives.transport import Transport
 from hpczero.errors import MismatchError, gather_texts, raise_together
-
-FAILED = 0
-
 
 def fingerprint(call: str) -> int:
     """A number that stands for a description of a call; the same in every process, and never `FAILED` or a barrier's."""
@@ -38,9 +37,41 @@ def agree(transport: Transport, call: str, error: Exception | None = None, mark:
 
 def same(transport: Transport, mark: int, call: str) -> bool:
     """Whether all ranks came with the same mark: `FAILED`, or the fingerprint of what they are about to do."""
-    if transport.topology.num_nodes == 1:
-        return transport.meet(mark, call)
-    return bool((transport.all_gather_small(np.array([mark]), call) == mark).all())
+    alike, topology = transport.meet(mark, call), transport.topology
+    if topology.num_nodes == 1:
+        return alike
+    tag, verdict = transport.next_tag(), mark
+    if topology.is_leader:
+        verdict, _ = compared(transport, mark if alike else FAILED, tag, call)
+    return alike and transport.meet(verdict, call) and verdict == mark
+
+
+def compared(transport: Transport, mark: int, tag: int, call: str,
+             luggage: np.ndarray | None = None) -> tuple[int, np.ndarray]:
+    """(the mark, if the first ranks of all nodes pass it, else `FAILED`; the other's luggage). Called by those ranks.
+
+    ceil(lg nodes) rounds, by dissemination. Between two nodes, bytes may travel with the mark: `luggage`, up to what fits
+    into the slots of the larger node. What comes back is valid until the next comparison.
+    """
+    topology = transport.topology
+    leaders, here = [ranks[0] for ranks in topology.map.nodes], topology.node_index
+    length = 8 if luggage is None else 8 + luggage.size
+    # Whatever the other node is in, its message finds room.
+    most = 8 + slot_bytes(max(map(len, topology.map.nodes))) if len(leaders) == 2 else 8
+    arriving, leaving = transport.scratch("mark that arrives", most), transport.scratch("mark that leaves", length)
+    mine, theirs = leaving[:8].view(np.int64), arriving[:8].view(np.int64)
+    mine[0] = mark
+    if luggage is not None:
+        leaving[8:] = luggage
+    distance = 1
+    while distance < len(leaders):
+        source, target = leaders[here - distance], leaders[(here + distance) % len(leaders)]
+        transport.wait([topology.world.Irecv([arriving, MPI.BYTE], source, tag),
+                        topology.world.Isend([leaving, MPI.BYTE], target, tag)], call)
+        if theirs[0] != mine[0]:
+            mine[0] = FAILED
+        distance *= 2
+    return int(mine[0]), arriving[8:]
 
 
 def explain(transport: Transport, call: str, error: Exception | None) -> None:

@@ -25,6 +25,8 @@ from hpczero.topology import Topology
 ROWS_BYTES = 512 * 2**10
 """Room for the rows of one meeting. Every rank adds all of them, so what one row may hold shrinks with their number: with
 two ranks this beats adding a stripe each, which takes a second meeting, up to here."""
+FAILED, BARRIER = 0, 1
+"""Marks that are no fingerprint of a call: of a rank whose arguments are wrong, and of one that waits for its neighbours."""
 SPINS = 2000
 """Looks per call of a kernel, about 20 us: long enough for a neighbour that is on its way."""
 SPINS_SHARING = 50
@@ -69,6 +71,10 @@ class Slots:
         Write into row `me` alone, before that meeting; what is there is gone two meetings later.
         """
         return self._rows[(self._state[kernels.CALL] + 1) & 1].view(dtype)
+
+    def last_rows(self, dtype: np.dtype) -> np.ndarray:
+        """(size, n): what was left before the last meeting."""
+        return self._rows[self._state[kernels.CALL] & 1].view(dtype)
 
     def sum_up(self, flat: np.ndarray, op: int, mark: int, *, fresh: bool) -> int:
         """As `meet`; once all have come, `flat` holds the reduction over the ranks of the node, in the canonical order.

@@ -32,14 +32,12 @@ from hpczero.collectives.landing import Landing
 from hpczero.collectives.messages import Part, Round, resolve
 from hpczero.collectives.roll_call import RollCall
 from hpczero.collectives.schedule import Step
-from hpczero.collectives.slots import Slots
+from hpczero.collectives.slots import BARRIER, Slots
 from hpczero.errors import ConfigError, MismatchError, StallError, gather_texts, raise_together
 from hpczero.topology import Topology
 from hpczero.waiting import DEFAULT_TIMEOUT_S, Patience, abandon, completed, until
 
 LARGEST_COUNT = 2**31 - 1
-_BARRIER = 1
-"""The fingerprint of a barrier; those of calls are hashes."""
 REPORT_S = 30.0
 """A wait that lasts longer is reported once; what it waits for may yet come."""
 _NOTHING = [np.empty(0, np.uint8), 0, MPI.BYTE]
@@ -110,8 +108,8 @@ class Transport:
         self.topology.drain()
         on_device = is_device(flat)
         staged = not self.reads(flat)
-        tag = self._next_tag()
-        read_tag = self._next_tag() if staged else 0
+        tag = self.next_tag()
+        read_tag = self.next_tag() if staged else 0
         for round_ in rounds:
             if not staged:
                 synchronize(flat)      # kernels that still read or write it must not meet MPI's writes
@@ -160,7 +158,7 @@ class Transport:
 
     def node_barrier(self, what: str = "") -> None:
         """Returns when every rank of the node has called it; what they wrote before can be read after."""
-        if not self.meet(_BARRIER, what):
+        if not self.meet(BARRIER, what):
             if self.topology.num_nodes == 1:      # the others are telling each other what they are in
                 raise_together(self.topology.world, None, self.timeout_s)
                 gather_texts(self.topology.world, what, self.timeout_s)
@@ -213,6 +211,11 @@ class Transport:
         parts = (raw[start:start + self.max_count] for start in range(0, raw.size, self.max_count))
         return [call([part, MPI.BYTE], peer, tag) for part in parts]
 
+    def next_tag(self) -> int:
+        """A tag that no message of this topology has; every rank takes as many."""
+        self._tag = self._tag % self._last_tag + 1      # 1 to last_tag; 0 is for roll calls
+        return self._tag
+
     def scratch(self, name: str, nbytes: int, beside: Array | None = None) -> np.ndarray:
         """(nbytes,) uint8 of host memory, kept for the next call that asks for the same name.
 
@@ -256,10 +259,6 @@ class Transport:
                 self._report(what, waited_s)
 
         return Patience(self.timeout_s, shares_cores=self.topology.is_oversubscribed, attend=attend)
-
-    def _next_tag(self) -> int:
-        self._tag = self._tag % self._last_tag + 1      # 1 to last_tag; 0 is for roll calls
-        return self._tag
 
     def _meet_to_close(self) -> None:
         self.wait([self.topology.node.Ibarrier()], "closing shared device memory")
