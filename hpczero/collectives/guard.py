@@ -2,8 +2,8 @@
 
 Before payload moves, the ranks compare a digest of what they are about to do: operation, size, dtype, order, algorithm,
 and how many calls they have made. Inside a node they compare in shared memory, in a microsecond or a few; then one rank of
-each node compares with those of the others, and tells its node, in shared memory again. A rank whose arguments are wrong takes part too, so that its error reaches everyone instead of leaving the
-others to wait for it.
+each node compares with those of the others, and tells its node, in shared memory again. A rank whose arguments are wrong
+takes part too, so that its error reaches everyone instead of leaving the others to wait for it.
 """
 
 from __future__ import annotations

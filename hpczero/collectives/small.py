@@ -1,8 +1,9 @@
 """Small vectors in host memory: through the slots of a node, agreed on in the very meeting in which they are exchanged.
 
-Inside one node that is all. Over several, an all-reduce, hierarchical or by leaders, takes two meetings: one in which every rank leaves its
-vector, and one in which it finds the result. Between them the first rank of each node adds what was left, and sums it
-with the others of its kind: with one other in the message in which the two agree on the call. Nothing is written to the caller's array before all ranks are known to be in the same call.
+Inside one node that is all. Over several, an all-reduce, hierarchical or by leaders, takes two meetings: one in which
+every rank leaves its vector, and one in which it finds the result. Between them the first rank of each node adds what was
+left, and sums it with the others of its kind: with one other in the message in which the two agree on the call. Nothing is
+written to the caller's array before all ranks are known to be in the same call.
 """
 
 from __future__ import annotations
