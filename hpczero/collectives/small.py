@@ -15,7 +15,7 @@ import numpy as np
 
 from hpczero.arrays import Array
 from hpczero.collectives import reduction
-from hpczero.collectives.guard import compared
+from hpczero.collectives.guard import compared, explain
 from hpczero.collectives.order import balanced
 from hpczero.collectives.selection import Call
 from hpczero.collectives.slots import FAILED, slot_bytes
@@ -31,10 +31,22 @@ def goes_over_nodes(facts: Call, algorithm: str) -> bool:
             and not facts.on_device and facts.nbytes <= most)
 
 
+def summing(call: Invocation) -> Callable[[np.ndarray], None]:
+    """What an all-reduce inside a node comes to when it is made again: a function of the array, 1-D and contiguous."""
+    transport, mark, what = call.transport, call.decision.mark, call.decision.what
+    add = transport.slots.adder(call.array.dtype, reduction.code(call.op), mark)
+
+    def run(flat: np.ndarray) -> None:
+        if not transport.reduce_in_node(flat, add, mark, what):
+            explain(transport, what, None)
+
+    return run
+
+
 def _all_reduce(call: Invocation, flat: Array) -> bool:
     if call.topology.num_nodes > 1:
         return _all_reduce_over_nodes(call, flat)
-    return call.transport.reduce_in_node(flat, reduction.code(call.op), call.decision.mark, call.what)
+    return _reduce(call, flat)
 
 
 def _all_reduce_over_nodes(call: Invocation, flat: Array) -> bool:
@@ -75,7 +87,8 @@ def _total_over_nodes(call: Invocation, total: Array, tag: int) -> int:
 
 
 def _reduce(call: Invocation, flat: Array) -> bool:
-    return call.transport.reduce_in_node(flat, reduction.code(call.op), call.decision.mark, call.what)
+    transport, mark = call.transport, call.decision.mark
+    return transport.reduce_in_node(flat, transport.slots.adder(flat.dtype, reduction.code(call.op), mark), mark, call.what)
 
 
 def _all_gather(call: Invocation, flat: Array) -> bool:

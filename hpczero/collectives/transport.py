@@ -73,7 +73,7 @@ class Transport:
         self.slots = Slots(topology)
         self._roll_call = RollCall(topology.world)
         self.decisions: dict[Any, Any] = {}
-        self.small_sums: dict[Any, tuple[int, int, str]] = {}
+        self.small_sums: dict[Any, Callable[[np.ndarray], None]] = {}
 
     @classmethod
     def of(cls, topology: Topology) -> Transport:
@@ -170,20 +170,20 @@ class Transport:
         self.topology.drain()
         return self._settle(self.slots.meet(fingerprint, fresh=True), fingerprint, what)
 
-    def reduce_in_node(self, flat: np.ndarray, op: int, fingerprint: int, what: str) -> bool:
+    def reduce_in_node(self, flat: np.ndarray, add: Callable[[np.ndarray, bool], int], fingerprint: int, what: str) -> bool:
         """`flat` becomes the reduction over the ranks of the node, in the canonical order; a meeting in itself.
 
-        Host memory, (n,) contiguous, at most `slots.row_bytes`; `op` is a code of `kernels.reduce`. False, with `flat` as it
-        was, if fingerprints differ.
+        Host memory, (n,) contiguous, at most `slots.row_bytes`; `add` is what `slots.adder` gives for this fingerprint. False,
+        with `flat` as it was, if fingerprints differ.
         """
-        slots = self.slots
-        self.bytes_sent["window"] += (slots.size - 1) * flat.nbytes
-        seen = slots.sum_up(flat, op, fingerprint, fresh=True)
-        if seen == slots.size:
+        size = self.slots.size
+        self.bytes_sent["window"] += (size - 1) * flat.nbytes
+        seen = add(flat, True)
+        if seen == size:
             return True
         if not self._settle(seen, fingerprint, what):
             return False
-        slots.sum_up(flat, op, fingerprint, fresh=False)      # all have come: it goes through
+        add(flat, False)      # all have come: it goes through
         return True
 
     def all_gather_small(self, values: np.ndarray, what: str = "", comm: MPI.Intracomm | None = None) -> np.ndarray:
