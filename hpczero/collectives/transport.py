@@ -33,6 +33,7 @@ from hpczero.collectives.messages import Part, Round, resolve
 from hpczero.collectives.roll_call import RollCall
 from hpczero.collectives.schedule import Step
 from hpczero.collectives.slots import BARRIER, Slots
+from hpczero.collectives.watchdog import Watchdog
 from hpczero.errors import ConfigError, MismatchError, StallError, gather_texts, raise_together
 from hpczero.topology import Topology
 from hpczero.waiting import DEFAULT_TIMEOUT_S, Patience, abandon, completed, until
@@ -53,6 +54,8 @@ class Transport:
         How long one wait may last before it ends in StallError, and before it is reported.
     slots : Slots
         Where the ranks of this node meet.
+    watchdog : Watchdog
+        Over calls that block inside the MPI library.
     decisions, small_sums : dict
         What `call` and `api` keep for calls like those before; equal on all ranks.
     bytes_sent : dict of str to int
@@ -72,6 +75,7 @@ class Transport:
         self._scratch: dict[str, np.ndarray] = {}
         self.slots = Slots(topology)
         self._roll_call = RollCall(topology.world)
+        self.watchdog = Watchdog(lambda: (self.report_s, self.timeout_s), topology.rank, topology.size)
         self.decisions: dict[Any, Any] = {}
         self.small_sums: dict[Any, Callable[[np.ndarray], None]] = {}
 
@@ -228,6 +232,7 @@ class Transport:
 
     def close(self) -> None:
         """Called by every rank."""
+        self.watchdog.close()
         self._scratch.clear()
         self.small_sums.clear()
         if self.room is not None:

@@ -351,6 +351,25 @@ def test_counts_beyond_the_message_limit_travel_in_pieces(comm, monkeypatch):
             check_everywhere(comm, np.array_equal(array, everyones(comm, 5003, np.float32).sum(0)), name)
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_systems_collectives_are_made_in_pieces_of_at_most_the_limit(comm, monkeypatch, blocks):
+    for limit in ("1000", "7", "1"):
+        monkeypatch.setenv("HPCZERO_MAX_COUNT", limit)
+        count = 2003 if limit == "1000" else 13
+        with Topology(comm) as topology:
+            topology.is_oversubscribed = not blocks
+            mine, total = whole_numbers(comm.rank, count, np.float32), everyones(comm, count, np.float32).sum(0)
+            shard, last = shard_slice(count, comm.rank, comm.size), comm.size - 1
+            ok = [np.array_equal(all_reduce(mine.copy(), topology, algorithm="system"), total),
+                  np.array_equal(reduce_scatter(mine.copy(), topology, algorithm="system"), total[shard]),
+                  np.array_equal(all_gather(total[shard].copy(), topology, algorithm="system", out=np.empty_like(total)), total),
+                  np.array_equal(broadcast(mine.copy(), topology, algorithm="system", root=last),
+                                 whole_numbers(last, count, np.float32))]
+            back = reduce(mine.copy(), topology, algorithm="system", root=last)
+            ok.append(back is None if comm.rank != last else np.array_equal(back, total))
+            check_everywhere(comm, all(ok), f"limit {limit}: {ok}")
+
+
 def test_more_calls_than_tags_never_run_out_of_tags(comm):
     from hpczero.collectives.transport import Transport
 
