@@ -58,7 +58,7 @@ def all_reduce(array: Any, topology: Topology, *, op: str = "sum", algorithm: st
     ConfigError
         An argument that cannot be honoured.
     """
-    if blocking and out is None and _small_sum(array, topology, op, algorithm, order):
+    if blocking and out is None and _made_before(array, topology, op, algorithm, order):
         return array
     if not blocking:
         return submit(topology, array, lambda: all_reduce(array, topology, op=op, algorithm=algorithm, order=order, out=out))
@@ -176,14 +176,13 @@ def reduce(array: Any, topology: Topology, *, root: int = 0, op: str = "sum", al
     return call.finish(flat)
 
 
-def _small_sum(array: Any, topology: Topology, op: str, algorithm: str, order: Order) -> bool:
-    """The short way of an all-reduce that was made before and took one meeting of a node; False if it is not that."""
+def _made_before(array: Any, topology: Topology, op: str, algorithm: str, order: str) -> bool:
+    """The short way of an all-reduce inside a node that was made before; False if it is not that."""
     transport = topology.resources.get("transport")
     if transport is None or type(array) is not np.ndarray or not array.flags.carray:
         return False
-    known = transport.small_sums.get((array.shape, array.dtype, op, algorithm, order))
-    if known is None:
+    again = transport.made.get((array.shape, array.dtype, op, algorithm, order))
+    if again is None:
         return False
     topology.drain()
-    known(array if array.ndim == 1 else array.reshape(-1))
-    return True
+    return again(array if array.ndim == 1 else array.reshape(-1))

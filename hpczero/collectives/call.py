@@ -22,6 +22,7 @@ from hpczero.collectives.guard import agree, explain, fingerprint
 from hpczero.collectives.messages import Round, resolve
 from hpczero.collectives.order import balanced
 from hpczero.collectives.selection import Call, choose
+from hpczero.collectives.stripes import Stripes
 from hpczero.collectives.transport import Transport
 from hpczero.errors import ConfigError, HpczeroError
 from hpczero.memory import NodeRows
@@ -42,7 +43,9 @@ class Decision:
     """Its fingerprint."""
     algorithm: str
     small: bool
-    """The vector fits into the slots of a node: the ranks agree in the meeting in which they exchange it."""
+    """The vector fits into the slots of a node."""
+    agrees: bool
+    """The ranks agree in the meeting in which they exchange data, once the call is known."""
     offsets: Sequence[int]
     """Where the blocks begin that the algorithm names, and the end of the last."""
     rounds: list[Round] | None
@@ -113,7 +116,7 @@ class Invocation:
     def begin(self, *, apart: bool = False) -> Array:
         """The vector to work on, once all ranks have agreed; a copy if `apart`, or where the array is strided."""
         known = self.transport.decisions.get(self._key) if self._error is None else None
-        if known is None or not known.small:
+        if known is None or not known.agrees:
             agree(self.transport, self.what, self._error, known and known.mark)
         self.decision = known or self._decide()
         if self._given_out is not None:
@@ -129,17 +132,21 @@ class Invocation:
         if decision.small:
             if not small.WAYS[self.operation](self, flat):
                 explain(self.transport, self.what, None)
-            if self.operation == "all_reduce" and self.op != "mean" and decision.rounds is None:
-                settings = self.array.shape, flat.dtype, self.op, self._asked, self.order
-                self.transport.small_sums[settings] = small.summing(self)
+        elif decision.agrees:
+            _STRIPED[self.operation](self, flat, Stripes.of(self.topology))
         elif decision.rounds is not None:
             self.transport.play(decision.rounds, flat, self.op, self.what)
         elif decision.algorithm == "system":
             _SYSTEM[self.operation](self, flat)
         else:
             _IN_MEMORY[self.operation](self, flat)
-        if self.op == "mean" and self.operation == "all_reduce":
-            reduction.divide(flat, self.topology.size)
+        if self.operation == "all_reduce":
+            if self.op == "mean":
+                reduction.divide(flat, self.topology.size)
+            settings = self.array.shape, flat.dtype, self.op, self._asked, self.order
+            simple = decision.agrees or decision.rounds is not None or decision.algorithm == "system"
+            if simple and self.rows is None and not is_device(flat) and settings not in self.transport.made:
+                self.transport.made[settings] = again(self.transport, decision, self.op, flat.dtype)
 
     def finish(self, flat: Array) -> Array:
         """The result in the caller's array, or in `out`."""
@@ -244,9 +251,10 @@ class Invocation:
         decisions = self.transport.decisions
         if len(decisions) >= MOST_DECISIONS:
             decisions.clear()      # on every rank at the same call
-            self.transport.small_sums.clear()
+            self.transport.made.clear()
+        striped = len(nodes.nodes) == 1 and self.rows is None and (name == "window" or in_memory)
         return decisions.setdefault(self._key, Decision(
-            self.what, fingerprint(self.what), name, is_small, offsets, rounds
+            self.what, fingerprint(self.what), name, is_small, is_small or striped, offsets, rounds
         ))
 
     def _costs(self) -> Costs | None:
@@ -259,6 +267,36 @@ class Invocation:
         costs = Costs.of(self.topology, self.array.dtype)
         costs.prepare(facts)
         return costs if costs.cover(facts) else None
+
+
+def again(transport: Transport, decision: Decision, op: str, dtype: np.dtype) -> Callable[[np.ndarray], bool]:
+    """An all-reduce that is known, by one of the simple ways, ready to be made again on private host memory; see
+    `Transport.made`. It meets the other ranks as often as the long way does, since some of them may take that."""
+    topology, mark, what = transport.topology, decision.mark, decision.what
+    shared, size = topology.shared_arrays, topology.size
+    if decision.small and topology.num_nodes == 1:
+        add = transport.slots.adder(dtype, reduction.code(op), mark)
+
+    def run(flat: np.ndarray) -> bool:
+        if shared and not decision.small and flat.ctypes.data in shared:
+            return False
+        if decision.small:
+            if not (transport.reduce_in_node(flat, add, mark, what) if topology.num_nodes == 1
+                    else small.over_nodes(transport, decision, op, flat)):
+                explain(transport, what, None)
+        elif decision.agrees:
+            Stripes.of(topology).all_reduce(flat, decision.offsets, op, mark, what)
+        else:
+            agree(transport, what, None, mark)
+            if decision.rounds is not None:
+                transport.play(decision.rounds, flat, op, what)
+            else:
+                system.all_reduce(flat, transport, op, what)
+        if op == "mean":
+            reduction.divide(flat, size)
+        return True
+
+    return run
 
 
 def shard_slice(count: int, rank: int, size: int) -> slice:
@@ -306,18 +344,10 @@ def _all_gather_in_memory(call: Invocation, flat: Array) -> None:
 
 
 def _broadcast_in_memory(call: Invocation, flat: Array) -> None:
-    rows = call.rows
-    if rows is None:
-        window.Staging.of(call.topology).broadcast(flat, call.decision.offsets, call.transport, call.what, call.root)
-        return
     if call.topology.rank != call.root:
-        flat[:] = rows.all[call.root, :flat.size]
+        flat[:] = call.rows.all[call.root, :flat.size]
         call.transport.bytes_sent["window"] += flat.nbytes
     call.transport.node_barrier(call.what)
-
-
-def _reduce_in_memory(call: Invocation, flat: Array) -> None:
-    window.Staging.of(call.topology).reduce(flat, call.decision.offsets, call.transport, call.op, call.what, call.root)
 
 
 _IN_MEMORY: dict[str, Callable[[Invocation, Array], None]] = {
@@ -325,9 +355,20 @@ _IN_MEMORY: dict[str, Callable[[Invocation, Array], None]] = {
     "reduce_scatter": _reduce_scatter_in_memory,
     "all_gather": _all_gather_in_memory,
     "broadcast": _broadcast_in_memory,
-    "reduce": _reduce_in_memory,
 }
-"""Shared memory inside the node, messages between nodes."""
+"""Arrays of `topology.empty`, or several nodes: shared memory inside the node, messages between nodes."""
+
+_STRIPED: dict[str, Callable[[Invocation, Array, Stripes], None]] = {
+    "all_reduce": lambda call, flat, stripes: stripes.all_reduce(
+        flat, call.decision.offsets, call.op, call.decision.mark, call.what),
+    "reduce_scatter": lambda call, flat, stripes: stripes.reduce_scatter(
+        flat, call.shards, call.op, call.decision.mark, call.what),
+    "all_gather": lambda call, flat, stripes: stripes.all_gather(flat, call.shards, call.decision.mark, call.what),
+    "broadcast": lambda call, flat, stripes: stripes.broadcast(flat, call.root, call.decision.mark, call.what),
+    "reduce": lambda call, flat, stripes: stripes.reduce(
+        flat, call.shards, call.root, call.op, call.decision.mark, call.what),
+}
+"""Any other array of one node."""
 
 _SYSTEM: dict[str, Callable[[Invocation, Array], None]] = {
     "all_reduce": lambda call, flat: system.all_reduce(flat, call.transport, call.op, call.what),

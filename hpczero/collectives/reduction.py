@@ -6,6 +6,7 @@ on a device a fold is a chain of `combine`s over scratch rows, in the same order
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -69,16 +70,23 @@ def fold(rows: Array, row_of: dict[int, int], tree: Tree, op: str, first: int, o
         part = part.astype(np.float32) if is_half(rows.dtype) else part
         copy(out, _fold_in_place(part, row_of, tree, op))
         return
-    number = code(op)
-    with_bits = is_half(rows.dtype)
-    widest = 4 if number == reduce.SUM and not with_bits else 1
-    instructions, height = _program(tree, tuple(row_of.items()), widest)
-    stack = np.empty((height, reduce.BLOCK), np.float32 if with_bits else rows.dtype)
+    folder(rows.dtype, op, tree, row_of)(rows, first, own_row, mine, out)
+
+
+def folder(dtype: np.dtype, op: str, tree: Tree, row_of: dict[int, int]) -> Callable[..., None]:
+    """fold(rows, first, own_row, own, out) on the host, with all that does not change worked out: for calls made again.
+
+    `own_row` is the row whose elements are in `own` instead, an array like `out`; -1 for none. One thread at a time.
+    """
+    number, with_bits = code(op), is_half(dtype)
+    instructions, height = _program(tree, tuple(row_of.items()), 4 if number == reduce.SUM and not with_bits else 1)
+    stack = np.empty((height, reduce.BLOCK), np.float32 if with_bits else dtype)
     if with_bits:
-        half.fold(as_bits(rows), instructions, stack, half.FORMATS[np.dtype(rows.dtype)], number, first, own_row,
-                  as_bits(mine), as_bits(out))
-    else:
-        reduce.fold(rows, instructions, stack, number, first, own_row, mine, out)
+        kind = half.FORMATS[np.dtype(dtype)]
+        return lambda rows, first, own_row, own, out: half.fold(
+            as_bits(rows), instructions, stack, kind, number, first, own_row, as_bits(own), as_bits(out)
+        )
+    return lambda rows, first, own_row, own, out: reduce.fold(rows, instructions, stack, number, first, own_row, own, out)
 
 
 def divide(array: Array, divisor: int) -> None:

@@ -15,13 +15,14 @@ import numpy as np
 
 from hpczero.arrays import Array
 from hpczero.collectives import reduction
-from hpczero.collectives.guard import compared, explain
+from hpczero.collectives.guard import compared
 from hpczero.collectives.order import balanced
 from hpczero.collectives.selection import Call
 from hpczero.collectives.slots import FAILED, slot_bytes
 
 if TYPE_CHECKING:
-    from hpczero.collectives.call import Invocation
+    from hpczero.collectives.call import Decision, Invocation
+    from hpczero.collectives.transport import Transport
 
 
 def goes_over_nodes(facts: Call, algorithm: str) -> bool:
@@ -31,34 +32,23 @@ def goes_over_nodes(facts: Call, algorithm: str) -> bool:
             and not facts.on_device and facts.nbytes <= most)
 
 
-def summing(call: Invocation) -> Callable[[np.ndarray], None]:
-    """What an all-reduce inside a node comes to when it is made again: a function of the array, 1-D and contiguous."""
-    transport, mark, what = call.transport, call.decision.mark, call.decision.what
-    add = transport.slots.adder(call.array.dtype, reduction.code(call.op), mark)
-
-    def run(flat: np.ndarray) -> None:
-        if not transport.reduce_in_node(flat, add, mark, what):
-            explain(transport, what, None)
-
-    return run
-
-
 def _all_reduce(call: Invocation, flat: Array) -> bool:
-    if call.topology.num_nodes > 1:
-        return _all_reduce_over_nodes(call, flat)
-    return _reduce(call, flat)
+    return _reduce(call, flat) if call.topology.num_nodes == 1 else over_nodes(call.transport, call.decision, call.op, flat)
 
 
-def _all_reduce_over_nodes(call: Invocation, flat: Array) -> bool:
-    transport, topology, mark = call.transport, call.topology, call.decision.mark
-    slots, count = transport.slots, flat.size
+def over_nodes(transport: Transport, decision: Decision, op: str, flat: Array) -> bool:
+    """`flat` becomes the reduction over the ranks of all nodes; False, with `flat` as it was, if they were in other calls."""
+    topology, slots, count = transport.topology, transport.slots, flat.size
     slots.next_rows(flat.dtype)[slots.me, :count] = flat
-    alike = transport.meet(mark, call.what)
-    tag, verdict = transport.next_tag(), mark
+    alike = transport.meet(decision.mark, decision.what)
+    tag, verdict = transport.next_tag(), decision.mark
     if topology.is_leader:
         total = slots.next_rows(flat.dtype)[slots.me, :count]
-        verdict = _total_over_nodes(call, total, tag) if alike else compared(transport, FAILED, tag, call.what)[0]
-    if not (alike and transport.meet(verdict, call.what) and verdict == mark):
+        if alike:
+            verdict = _total(transport, decision, op, total, tag)
+        else:
+            verdict, _ = compared(transport, FAILED, tag, decision.what)
+    if not (alike and transport.meet(verdict, decision.what) and verdict == decision.mark):
         return False
     if topology.num_nodes > 2 and not topology.is_leader:
         transport.play((), flat)      # takes as many tags
@@ -67,22 +57,22 @@ def _all_reduce_over_nodes(call: Invocation, flat: Array) -> bool:
     return True
 
 
-def _total_over_nodes(call: Invocation, total: Array, tag: int) -> int:
+def _total(transport: Transport, decision: Decision, op: str, total: Array, tag: int) -> int:
     """On the first rank of each node: `total` becomes the reduction of what all have left in the slots; the verdict."""
-    transport, topology, mark = call.transport, call.topology, call.decision.mark
+    topology, mark, what = transport.topology, decision.mark, decision.what
     ranks = topology.map.nodes[topology.node_index]
     reduction.fold(transport.slots.last_rows(total.dtype), {rank: row for row, rank in enumerate(ranks)}, balanced(ranks),
-                   call.op, 0, total)
+                   op, 0, total)
     transport.bytes_sent["window"] += (len(ranks) - 1) * total.nbytes
     if topology.num_nodes == 2:
-        verdict, arrived = compared(transport, mark, tag, call.what, total.view(np.uint8))
+        verdict, arrived = compared(transport, mark, tag, what, total.view(np.uint8))
         if verdict == mark:
             transport.bytes_sent["network"] += total.nbytes
-            reduction.combine(total, arrived[:total.nbytes].view(total.dtype), call.op)
+            reduction.combine(total, arrived[:total.nbytes].view(total.dtype), op)
         return verdict
-    verdict, _ = compared(transport, mark, tag, call.what)
+    verdict, _ = compared(transport, mark, tag, what)
     if verdict == mark:
-        transport.play(call.decision.rounds, total, call.op, call.what)
+        transport.play(decision.rounds, total, op, what)
     return verdict
 
 

@@ -88,8 +88,11 @@ def _call(name: str, transport: Transport, what: str, *arguments: Any) -> None:
     if transport.topology.is_oversubscribed:
         transport.wait([getattr(world, f"I{name.lower()}")(*arguments)], what)
     else:
-        with transport.watchdog.over(what):
+        transport.watchdog.begin(what)
+        try:
             getattr(world, name)(*arguments)
+        finally:
+            transport.watchdog.end()
 
 
 def _parts(flat: np.ndarray, transport: Transport) -> Iterator[np.ndarray]:
@@ -114,10 +117,11 @@ def _joined(flat: np.ndarray, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
 
 def _back(flat: Array, host: np.ndarray) -> None:
     """What MPI left in host memory, into `flat`, unless it is there already."""
-    if host.ctypes.data != (None if is_device(flat) else flat.ctypes.data):
+    if host is not flat and (is_device(flat) or host.ctypes.data != flat.ctypes.data):
         copy(flat, host)
 
 
 def _aligned(flat: Array) -> np.ndarray:
     """In host memory, at an address that mpi4py knows a type for."""
-    return np.require(to_host(flat), requirements="A")
+    host = to_host(flat)
+    return host if host.flags.aligned else np.require(host, requirements="A")

@@ -56,8 +56,9 @@ class Transport:
         Where the ranks of this node meet.
     watchdog : Watchdog
         Over calls that block inside the MPI library.
-    decisions, small_sums : dict
-        What `call` and `api` keep for calls like those before; equal on all ranks.
+    decisions, made : dict
+        What `call` and `api` keep for calls like those before; equal on all ranks. `made` holds all-reduces ready to run: by
+        shape, dtype, op, algorithm and order, a function of the array, 1-D, that returns False if it does not serve it.
     bytes_sent : dict of str to int
         Payload this rank has sent since the start: "node" to ranks of its own node, "network" to others; "window" counts
         what it read of its neighbours' rows in shared memory.
@@ -77,7 +78,7 @@ class Transport:
         self._roll_call = RollCall(topology.world)
         self.watchdog = Watchdog(lambda: (self.report_s, self.timeout_s), topology.rank, topology.size)
         self.decisions: dict[Any, Any] = {}
-        self.small_sums: dict[Any, Callable[[np.ndarray], None]] = {}
+        self.made: dict[Any, Callable[[np.ndarray], bool]] = {}
 
     @classmethod
     def of(cls, topology: Topology) -> Transport:
@@ -234,7 +235,7 @@ class Transport:
         """Called by every rank."""
         self.watchdog.close()
         self._scratch.clear()
-        self.small_sums.clear()
+        self.made.clear()
         if self.room is not None:
             self.room.close(self._meet_to_close)
         self.slots.close()

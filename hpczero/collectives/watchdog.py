@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from mpi4py import MPI
 
@@ -40,17 +39,16 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
-    @contextmanager
-    def over(self, what: str) -> Iterator[None]:
-        """Watches over the calls made inside."""
+    def begin(self, what: str) -> None:
+        """This thread goes into the MPI library."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hpczero watchdog", daemon=True)
             self._thread.start()
         self._watched = what, time.monotonic(), threading.get_ident()
-        try:
-            yield
-        finally:
-            self._watched = None
+
+    def end(self) -> None:
+        """It is out again."""
+        self._watched = None
 
     def close(self) -> None:
         self._closed.set()

@@ -151,25 +151,6 @@ class Staging:
             piece.copy_in([self._topology.rank])
             piece.spread(transport, what, cut, between)
 
-    def broadcast(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, what: str, root: int) -> None:
-        """`flat` becomes that of rank `root`, within one node; `offsets` cut it into a block per rank, as elsewhere."""
-        for piece in self._pieces(flat, offsets, transport, what):
-            blocks = range(len(piece.ranges))
-            if self._topology.rank == root:
-                piece.copy_in(blocks)
-            transport.node_barrier(what)
-            if self._topology.rank != root:
-                transport.bytes_sent["window"] += piece.copy_out(blocks, root, self._topology)
-
-    def reduce(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, op: str, what: str, root: int) -> None:
-        """`flat` of rank `root` becomes the reduction over all ranks of one node; the others stay as they are."""
-        cut = owned(self._topology.map)
-        for piece in self._reduced(flat, offsets, transport, op, what, cut, "pairwise"):
-            transport.node_barrier(what)
-            if self._topology.rank == root:
-                for rank in range(self._topology.size):
-                    piece.copy_out([rank], rank, self._topology)
-
     def close(self) -> None:
         if self._rows is not None:
             self._rows.close()
@@ -184,9 +165,8 @@ class Staging:
             piece.copy_in(sorted(set(range(cut.num_blocks)) - set(mine)))
             transport.node_barrier(what)
             piece.fold(mine, transport, op)
-            if len(nodes.nodes) > 1:
-                steps = hierarchical.across_reduce_scatter(rank, nodes, cut, between)
-                transport.execute(steps, piece.rows.mine, piece.places, op, what)
+            steps = hierarchical.across_reduce_scatter(rank, nodes, cut, between)
+            transport.execute(steps, piece.rows.mine, piece.places, op, what)
             yield piece
 
     def _pieces(self, flat: np.ndarray, offsets: Sequence[int], transport: Transport, what: str) -> Iterator[_Piece]:
@@ -194,8 +174,7 @@ class Staging:
         num_blocks = len(offsets) - 1
         largest = max(hi - lo for lo, hi in zip(offsets, offsets[1:], strict=False))
         itemsize = flat.dtype.itemsize
-        most = piece_bytes(num_blocks) if self._topology.num_nodes > 1 else STAGING_BYTES
-        step = max(1, min(largest, min(most, STAGING_BYTES) // (num_blocks * itemsize)))
+        step = max(1, min(largest, min(piece_bytes(num_blocks), STAGING_BYTES) // (num_blocks * itemsize)))
         rows = self._of_size(num_blocks * step * itemsize).viewed(flat.dtype)
         for start in range(0, largest, step):
             if start:
@@ -242,9 +221,8 @@ class _Piece:
     def spread(self, transport: Transport, what: str, cut: Cut, between: str) -> None:
         """Every block, from the row of the rank it belongs to, into `flat` on all ranks."""
         topology = transport.topology
-        if topology.num_nodes > 1:
-            steps = hierarchical.across_all_gather(topology.rank, topology.map, cut, between)
-            transport.execute(steps, self.rows.mine, self.places, what=what)
+        steps = hierarchical.across_all_gather(topology.rank, topology.map, cut, between)
+        transport.execute(steps, self.rows.mine, self.places, what=what)
         transport.node_barrier(what)
         for rank in topology.map.nodes[topology.node_index]:
             copied = self.copy_out(cut.blocks_of[rank], rank, topology)

@@ -362,7 +362,7 @@ def test_the_systems_collectives_are_made_in_pieces_of_at_most_the_limit(comm, m
             shard, last = shard_slice(count, comm.rank, comm.size), comm.size - 1
             ok = [np.array_equal(all_reduce(mine.copy(), topology, algorithm="system"), total),
                   np.array_equal(reduce_scatter(mine.copy(), topology, algorithm="system"), total[shard]),
-                  np.array_equal(all_gather(total[shard].copy(), topology, algorithm="system", out=np.empty_like(total)), total),
+                  np.array_equal(all_gather(total[shard].copy(), topology, algorithm="system", out=np.empty(count)), total),
                   np.array_equal(broadcast(mine.copy(), topology, algorithm="system", root=last),
                                  whole_numbers(last, count, np.float32))]
             back = reduce(mine.copy(), topology, algorithm="system", root=last)
@@ -383,16 +383,29 @@ def test_more_calls_than_tags_never_run_out_of_tags(comm):
         assert 0 < transport._tag <= 100
 
 
-def test_staging_larger_than_its_window_goes_in_slices(comm, monkeypatch):
-    from hpczero.collectives import window
+def test_vectors_larger_than_the_shared_rows_go_in_pieces(comm, monkeypatch):
+    from hpczero.collectives import stripes, window
 
     monkeypatch.setattr(window, "STAGING_BYTES", 4096)
-    with Topology(comm) as topology:
-        for count in (5003, 1024, 3):
-            array = whole_numbers(comm.rank, count, np.float64)
-            all_reduce(array, topology, algorithm="window")
-            check_everywhere(comm, np.array_equal(array, everyones(comm, count, np.float64).sum(0)), f"{count}")
-        assert window.Staging.of(topology).nbytes <= 8192
+    monkeypatch.setattr(stripes, "PIECE_BYTES", 4096)
+    for node_map in ([0] * comm.size, [rank % 2 for rank in range(comm.size)]):
+        with Topology(comm, node_map) as topology:
+            for count, turn in itertools.product((5003, 1024, 3, 20000), range(2)):
+                mine, total = whole_numbers(comm.rank, count, np.float64), everyones(comm, count, np.float64).sum(0)
+                shard, last = shard_slice(count, comm.rank, comm.size), comm.size - 1
+                result = all_reduce(mine.copy(), topology, algorithm="hierarchical")
+                ok = [np.array_equal(result, total),
+                      np.array_equal(reduce_scatter(mine.copy(), topology, algorithm="hierarchical"), total[shard]),
+                      np.array_equal(all_gather(total[shard].copy(), topology, algorithm="hierarchical",
+                                                out=np.empty_like(total)), total)]
+                if topology.num_nodes == 1:
+                    ok.append(np.array_equal(broadcast(mine.copy(), topology, algorithm="window", root=last),
+                                             whole_numbers(last, count, np.float64)))
+                    kept = mine.copy()
+                    back = reduce(kept, topology, algorithm="window", root=last)
+                    ok.append(np.array_equal(back, total) if comm.rank == last else np.array_equal(kept, mine))
+                check_everywhere(comm, all(ok), f"{node_map} {count} {turn}: {ok}")
+            assert window.Staging.of(topology).nbytes <= 8192 and stripes.Stripes.of(topology).nbytes <= 8192
 
 
 def test_a_rank_that_never_calls_is_named_after_the_time_limit(comm):
