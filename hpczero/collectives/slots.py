@@ -54,6 +54,7 @@ class Slots:
         self._flags = block[:flag_bytes].view(np.int64)
         self._rows = block[flag_bytes:].reshape(2, self.size, stride)
         self._folds: dict[tuple[np.dtype, int], _Fold] = {}
+        self._asked = 0
 
     @property
     def nbytes(self) -> float:
@@ -95,6 +96,16 @@ class Slots:
     def missing(self) -> list[int]:
         """The local ranks that have not come to this meeting."""
         return [rank for rank in range(self.size) if self._flags[kernels.LINE * rank] < self._state[kernels.CALL]]
+
+    def ask(self, local_rank: int) -> None:
+        """Asks for a rank that is missing: its watchdog shows where it is."""
+        self._flags[kernels.LINE * local_rank + kernels.ASKED] += 1
+
+    def asked(self) -> bool:
+        """Whether somebody has asked for this rank since the last time."""
+        times = int(self._flags[kernels.LINE * self.me + kernels.ASKED])
+        seen, self._asked = self._asked, times
+        return times != seen
 
     def close(self) -> None:
         """Called by every rank of the topology."""

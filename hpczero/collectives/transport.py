@@ -55,7 +55,7 @@ class Transport:
     slots : Slots
         Where the ranks of this node meet.
     watchdog : Watchdog
-        Over calls that block inside the MPI library.
+        Over calls that block inside the MPI library, and for this rank where others miss it.
     decisions, made : dict
         What `call` and `api` keep for calls like those before; equal on all ranks. `made` holds all-reduces ready to run: by
         shape, dtype, op, algorithm and order, a function of the array, 1-D, that returns False if it does not serve it.
@@ -76,7 +76,7 @@ class Transport:
         self._scratch: dict[str, np.ndarray] = {}
         self.slots = Slots(topology)
         self._roll_call = RollCall(topology.world)
-        self.watchdog = Watchdog(lambda: (self.report_s, self.timeout_s), topology.rank, topology.size)
+        self.watchdog = Watchdog(lambda: (self.report_s, self.timeout_s), self.slots.asked, topology.rank, topology.size)
         self.decisions: dict[Any, Any] = {}
         self.made: dict[Any, Callable[[np.ndarray], bool]] = {}
 
@@ -274,8 +274,15 @@ class Transport:
             raise StallError(self._stalled(what))
 
     def _report(self, what: str, waited_s: float) -> None:
-        """Says once who is missing; by the lowest of the ranks that wait, with the place it waits at."""
-        here = self._roll_call.ask(what)
+        """Says once who is missing; by the lowest of the ranks that wait, with the place it waits at.
+
+        The lowest that waits on the node of a missing rank asks it to show its stack.
+        """
+        here, nodes = self._roll_call.ask(what), self.topology.map
+        if min(rank for rank in here if nodes.node_of[rank] == self.topology.node_index) == self.topology.rank:
+            for local_rank, rank in enumerate(nodes.nodes[self.topology.node_index]):
+                if rank not in here:
+                    self.slots.ask(local_rank)
         if min(here) == self.topology.rank:
             place = "".join(traceback.format_stack(sys._getframe(1))[-12:])
             _log.warning("rank %d of %d waits since %.0f s, and goes on to %.0f s: %s\n%s", self.topology.rank,

@@ -1,7 +1,10 @@
-"""Watches over calls that block inside the MPI library, where no wait of ours can end.
+"""A thread that speaks for its rank where the others cannot hear it: inside the MPI library, or outside of hpczero.
 
-All ranks have agreed on the call before any of them enters it, so a rank that stays there has lost another one in it. The
-call cannot be left: it is reported once, and at the limit the whole job is ended with a message that names it.
+- Calls that block inside the MPI library, where no wait of ours can end: all ranks have agreed on the call before any of
+  them enters it, so a rank that stays there has lost another one in it. The call cannot be left: it is reported once, and
+  at the limit the whole job is ended with a message that names it.
+- A rank that others wait for and that does not come: asked by a neighbour through the slots of its node, it shows the
+  stacks of its threads.
 """
 
 from __future__ import annotations
@@ -16,34 +19,34 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-LOOK_S = 0.25
+LOOK_S = 0.5
 """How often the thread looks; reports and ends come so much later at most."""
 _log = logging.getLogger("hpczero.collectives")
 
 
 class Watchdog:
-    """One thread, started with the first call it watches over.
+    """The thread, started at once.
 
     Parameters
     ----------
     limits : function returning (report_s, timeout_s)
         When a call is reported, and when the job is ended; asked at each look.
+    asked : function returning bool
+        Whether somebody has asked for this rank; true once for each time.
     rank, size : int
         Of this process, for the messages.
     """
 
-    def __init__(self, limits: Callable[[], tuple[float, float]], rank: int, size: int):
-        self._limits, self._where = limits, f"rank {rank} of {size}"
+    def __init__(self, limits: Callable[[], tuple[float, float]], asked: Callable[[], bool], rank: int, size: int):
+        self._limits, self._asked, self._where = limits, asked, f"rank {rank} of {size}"
         self._may_call_mpi = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._watched: tuple[str, float, int] | None = None      # the call, when it began, in which thread
-        self._thread: threading.Thread | None = None
         self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hpczero watchdog", daemon=True)
+        self._thread.start()
 
     def begin(self, what: str) -> None:
         """This thread goes into the MPI library."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hpczero watchdog", daemon=True)
-            self._thread.start()
         self._watched = what, time.monotonic(), threading.get_ident()
 
     def end(self) -> None:
@@ -52,14 +55,14 @@ class Watchdog:
 
     def close(self) -> None:
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         reported = None
         while not self._closed.wait(LOOK_S):
-            watched = self._watched
-            if watched is None:
+            if self._asked():
+                _log.warning("%s: others wait for it, and it is here:\n%s", self._where, self._stacks())
+            if (watched := self._watched) is None:
                 continue
             what, begin, thread = watched
             report_s, timeout_s = self._limits()
@@ -70,6 +73,11 @@ class Watchdog:
                 reported = watched
                 place = "".join(traceback.format_stack(sys._current_frames()[thread])[-12:])
                 _log.warning("%s, and the job ends at %.0f s\n%s", self._told(what, waited_s), timeout_s, place)
+
+    def _stacks(self) -> str:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "".join(f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)[-12:])
+                       for ident, frame in sys._current_frames().items() if ident != threading.get_ident())
 
     def _told(self, what: str, waited_s: float) -> str:
         return (f"{self._where} has been inside the MPI library for {waited_s:.0f} s: {what}. All ranks had come to this "

@@ -2,7 +2,7 @@
 
 Every rank owns one line of flags, LINE numbers long: the number of the last call it has come to, and the fingerprints of
 that call and of the one before. To meet, a rank writes its fingerprint, raises its call number, and waits until all
-numbers have come as far; it then compares fingerprints. A line is written by its owner alone.
+numbers have come as far; it then compares fingerprints. A line is written by its owner alone, but for the number at ASKED.
 
 The call number is stored with release and read with acquire order: whoever sees the number sees everything its owner
 wrote before, on every processor. An ordinary load would be hoisted out of the loop, and on aarch64 seen out of order.
@@ -24,6 +24,8 @@ from hpczero.kernels import cpu_loop, half, reduce
 
 CALL, ME, SIZE, SPINS = range(4)
 """What a rank keeps between calls: the call it is in, its line, the number of lines, how often to look."""
+ASKED = 8
+"""Where in a line its owner is asked for, by anybody; on the other half of the line, as nobody looks at it for long."""
 LINE = 16
 """int64 numbers per line: 128 bytes, as processors fetch lines of 64 in pairs."""
 
