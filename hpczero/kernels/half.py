@@ -76,8 +76,16 @@ _combined_cpu, _combined_cuda = numba.njit(error_model="numpy")(_combined), cuda
 @cpu_loop()
 def combine(mine, arrived, kind, op):
     """mine[i] = mine[i] op arrived[i] in float32, rounded; two 1-D uint16 arrays of half bits."""
-    for i in range(mine.size):
-        mine[i] = _encode_cpu(_combined_cpu(_decode_cpu(mine[i], kind), _decode_cpu(arrived[i], kind), op), kind)
+    # A loop for each, since one that asks in every turn is not vectorised.
+    if op == SUM and kind == BF16:
+        for i in range(mine.size):
+            mine[i] = _encode_cpu(_decode_cpu(mine[i], BF16) + _decode_cpu(arrived[i], BF16), BF16)
+    elif op == SUM:
+        for i in range(mine.size):
+            mine[i] = _encode_cpu(_decode_cpu(mine[i], FP16) + _decode_cpu(arrived[i], FP16), FP16)
+    else:
+        for i in range(mine.size):
+            mine[i] = _encode_cpu(_combined_cpu(_decode_cpu(mine[i], kind), _decode_cpu(arrived[i], kind), op), kind)
 
 
 @cpu_loop()
@@ -95,19 +103,45 @@ def fold(rows, instructions, stack, kind, op, first, own_row, own, out):
         size = stop - start
         top = -1
         for k in range(instructions.shape[0]):
-            code = instructions[k, 0]
-            if code == 0:
+            if instructions[k, 0] == 0:
                 top -= 1
-                for i in range(size):
-                    stack[top, i] = _combined_cpu(stack[top, i], stack[top + 1, i], op)
+                _combine_values(stack[top, :size], stack[top + 1, :size], op)
                 continue
             top += 1
             number = instructions[k, 1]
             row = own[start:stop] if number == own_row else rows[number, first + start:first + stop]
-            for i in range(size):
-                stack[top, i] = _decode_cpu(row[i], kind)
-        for i in range(size):
-            out[start + i] = _encode_cpu(stack[0, i], kind)
+            _decode_all(row, kind, stack[top, :size])
+        _encode_all(stack[0, :size], kind, out[start:stop])
+
+
+@cpu_loop()
+def _combine_values(mine, others, op):
+    if op == SUM:
+        for i in range(mine.size):
+            mine[i] = mine[i] + others[i]
+    else:
+        for i in range(mine.size):
+            mine[i] = _combined_cpu(mine[i], others[i], op)
+
+
+@cpu_loop()
+def _decode_all(bits, kind, into):
+    if kind == BF16:
+        for i in range(into.size):
+            into[i] = _decode_cpu(bits[i], BF16)
+    else:
+        for i in range(into.size):
+            into[i] = _decode_cpu(bits[i], FP16)
+
+
+@cpu_loop()
+def _encode_all(values, kind, into):
+    if kind == BF16:
+        for i in range(into.size):
+            into[i] = _encode_cpu(values[i], BF16)
+    else:
+        for i in range(into.size):
+            into[i] = _encode_cpu(values[i], FP16)
 
 
 @cuda.jit
