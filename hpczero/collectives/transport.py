@@ -76,7 +76,7 @@ class Transport:
         self._scratch: dict[str, np.ndarray] = {}
         self.slots = Slots(topology)
         self._roll_call = RollCall(topology.world)
-        self.watchdog = Watchdog(lambda: (self.report_s, self.timeout_s), self.slots.asked, topology.rank, topology.size)
+        self.watchdog = Watchdog(lambda: (self.report_s, self.timeout_s), self.slots.asked, topology.world)
         self.decisions: dict[Any, Any] = {}
         self.made: dict[Any, Callable[[np.ndarray], bool]] = {}
 

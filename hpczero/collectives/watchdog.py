@@ -33,12 +33,13 @@ class Watchdog:
         When a call is reported, and when the job is ended; asked at each look.
     asked : function returning bool
         Whether somebody has asked for this rank; true once for each time.
-    rank, size : int
-        Of this process, for the messages.
+    world : MPI.Intracomm
+        Whose ranks are ended, in the end.
     """
 
-    def __init__(self, limits: Callable[[], tuple[float, float]], asked: Callable[[], bool], rank: int, size: int):
-        self._limits, self._asked, self._where = limits, asked, f"rank {rank} of {size}"
+    def __init__(self, limits: Callable[[], tuple[float, float]], asked: Callable[[], bool], world: MPI.Intracomm):
+        self._limits, self._asked, self._world = limits, asked, world
+        self._where = f"rank {world.rank} of {world.size}"
         self._may_call_mpi = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._watched: tuple[str, float, int] | None = None      # the call, when it began, in which thread
         self._closed = threading.Event()
@@ -84,7 +85,7 @@ class Watchdog:
                 "call: one has died or was stopped in it, or the library hangs (then name another algorithm than 'system')")
 
     def _end_job(self, what: str, waited_s: float) -> None:
-        print(f"hpczero: {self._told(what, waited_s)}; ending the job", file=sys.stderr, flush=True)
+        _log.error("%s; ending the job", self._told(what, waited_s))
         if self._may_call_mpi:
-            MPI.COMM_WORLD.Abort(1)
+            self._world.Abort(1)
         os._exit(1)      # the launcher ends the others
