@@ -264,9 +264,10 @@ def fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
         off = np.abs(alpha + beta * sizes - seconds) / seconds
         usual = 1.345 * 1.4826 * np.median(off)
         weights = np.sqrt(np.where(off > usual, usual / np.maximum(off, 1e-300), 1.0)) / seconds
-    if beta <= 0 and sizes[-1] <= SMALL_BYTES:
+    falls = beta * sizes[-1] < 1e-9 * abs(alpha)      # or is flat, but for rounding
+    if falls and sizes[-1] <= SMALL_BYTES:
         return float(np.median(seconds)), 0.0
-    if beta <= 0 or alpha < 0:
+    if falls or alpha < 0:
         return 0.0, float(np.median(seconds / sizes))
     return float(alpha), float(beta)
 
