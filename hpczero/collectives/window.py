@@ -1,14 +1,13 @@
-"""Collectives inside a node without messages: every rank reads its neighbours' rows in shared memory.
+"""Collectives over shared memory: every rank reads its neighbours' rows, and messages go between nodes alone.
 
-Each rank has its contribution in a row of a `NodeRows`. After a barrier, each rank adds its own stripe of all rows in one
+Each rank has its contribution in a row of a `NodeRows`. After a meeting, each rank adds its own stripe of all rows in one
 pass, in the canonical order; with several nodes the stripes are then exchanged between them (the `across_` parts of
 `hierarchical`, whose `Cut` also says who answers for which block).
 
 Bytes that move in memory, for an all-reduce of n bytes on each of L ranks of one node: rows that live in the window
 (`topology.empty`) are read once and one sum is written, L n + n; then every rank copies what the others have added,
-2 (L - 1) n. Arrays that live elsewhere pass through a window of bounded size (`Staging`): each rank copies in all but the
-stripe that it adds itself, 2 (L - 1) n more, and copies out its own stripe too, 2 n. Messages would copy everything
-twice more. Vectors of up to `slots.slot_bytes` take the short way, in one meeting (`slots`).
+2 (L - 1) n. Messages would copy everything twice more. Arrays that live elsewhere pass through rows of bounded size: of
+one node as `stripes` says, of several through `Staging`. Vectors of up to `slots.slot_bytes` take a shorter way (`small`).
 
 A rank may still read its neighbours' rows when the call returns on another rank: after `reduce_scatter`, `gather_rows`
 and `all_gather`, a row may be written only after the next meeting of the node.
