@@ -160,9 +160,26 @@ def copy_async(dst: Array, src: Array) -> Any:
         dst.set(src, stream=stream)
     else:
         src.get(stream=stream, out=dst, blocking=False)
+    return queued(array)
+
+
+def queued(x: Array) -> Any:
+    """An event behind everything that the current stream of `x`'s device has been given so far."""
+    module = namespace(x)
     event = module.cuda.Event(disable_timing=True)
-    event.record(stream)
+    event.record(module.cuda.get_current_stream())
     return event
+
+
+def follow(x: Array, event: Any) -> None:
+    """What the current stream of `x`'s device is given from now on happens after `event`; the host goes on."""
+    namespace(x).cuda.get_current_stream().wait_event(event)
+
+
+def stream_beside(x: Array) -> Any:
+    """A new stream on `x`'s device that waits for no other; as a context manager it is the current one of the thread."""
+    with x.device:
+        return namespace(x).cuda.Stream(non_blocking=True)
 
 
 def synchronize(x: Array) -> None:

@@ -44,8 +44,7 @@ def all_reduce(array: Any, topology: Topology, *, op: str = "sum", algorithm: st
     out : array of the same shape and dtype, optional
         Where the result goes; must not overlap `array` in part.
     blocking : bool
-        False returns a `Handle` at once; its `wait()` gives what is returned otherwise. See `collectives.comm_thread`. Host
-        memory only.
+        False returns a `Handle` at once; its `wait()` gives what is returned otherwise. See `collectives.comm_thread`.
 
     Returns
     -------

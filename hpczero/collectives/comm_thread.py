@@ -4,6 +4,9 @@ Collectives with `blocking=False` are put into a queue, in the order in which th
 topology runs them in that order; the caller gets a `Handle`. A blocking collective made meanwhile waits until the queue is
 empty, so that all ranks keep one order of calls. An array belongs to its collective until `wait` has returned.
 
+On device arrays the thread works on a stream of its own, which starts after what the caller's stream had been given before,
+and which the caller's stream waits for in `wait`; the host does not wait for the device.
+
 The thread calls MPI while the program may too, so MPI must have been started with MPI_THREAD_MULTIPLE, which is what mpi4py
 asks for. Kernels and waits release the interpreter; whether anything is gained depends on a core that is free.
 """
@@ -17,7 +20,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpczero.arrays import is_device
+from hpczero.arrays import follow, from_any, is_device, queued, stream_beside
 from hpczero.errors import ConfigError, HpczeroError
 from hpczero.topology import Topology
 
@@ -27,14 +30,20 @@ _NAME = "communication thread"
 class Handle:
     """A collective on its way. Made by collectives with `blocking=False`."""
 
-    def __init__(self, run: Callable[[], Any]):
+    def __init__(self, run: Callable[[], Any], array: Any = None):
         self._run, self._done = run, threading.Event()
+        self._array = array
+        """In device memory, whose streams have to wait for each other."""
+        self._before = None if array is None else queued(array)
+        self._after: Any = None
         self._result: Any = None
         self._error: BaseException | None = None
 
     def wait(self) -> Any:
         """What the collective returns, once it is done; raises what it raised. The waits inside it have their limits."""
         self._done.wait()
+        if self._after is not None:
+            follow(self._array, self._after)
         if self._error is not None:
             raise self._error
         return self._result
@@ -43,13 +52,24 @@ class Handle:
         """Whether `wait` would return, or raise, at once."""
         return self._done.is_set()
 
-    def _finish(self) -> None:
+    def _finish(self, streams: dict[int, Any]) -> None:
         try:
-            self._result = self._run()
+            self._result = self._run() if self._array is None else self._beside(streams)
         except BaseException as error:      # noqa: BLE001 - belongs to whoever waits
             self._error = error
         self._run = None      # lets go of the arrays
         self._done.set()
+
+    def _beside(self, streams: dict[int, Any]) -> Any:
+        """Runs on the thread's stream for the array's device."""
+        device = self._array.device
+        stream = streams.get(device.id) or streams.setdefault(device.id, stream_beside(self._array))
+        with device, stream:
+            follow(self._array, self._before)
+            try:
+                return self._run()
+            finally:
+                self._after = queued(self._array)
 
 
 class CommThread:
@@ -58,12 +78,13 @@ class CommThread:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
         self._last: Handle | None = None
+        self._streams: dict[int, Any] = {}      # by device; kept, as CuPy keeps memory by stream
         # A program that ends without closing its topology must not wait for this thread.
         self._thread = threading.Thread(target=self._work, name=f"hpczero {_NAME}", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], Any]) -> Handle:
-        handle = self._last = Handle(run)
+    def submit(self, run: Callable[[], Any], array: Any = None) -> Handle:
+        handle = self._last = Handle(run, array)
         self._queue.put(handle)
         return handle
 
@@ -79,18 +100,15 @@ class CommThread:
 
     def _work(self) -> None:
         while (handle := self._queue.get()) is not None:
-            handle._finish()
+            handle._finish(self._streams)
             del handle
 
 
 def submit(topology: Topology, array: Any, run: Callable[[], Any]) -> Handle:
     """Queues a collective over `topology`. Called by every rank, in the same order as all its collectives.
 
-    ConfigError where MPI's thread level does not allow it, which is the same on all ranks of a job, or `array` is in device
-    memory: the thread knows neither the caller's device nor its stream.
+    ConfigError where MPI's thread level does not allow it, which is the same on all ranks of a job.
     """
-    if is_device(array):
-        raise ConfigError("blocking=False works on host memory only so far: call with blocking=True, or copy to the host")
     level = MPI.Query_thread()
     if level < MPI.THREAD_MULTIPLE:
         names = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
@@ -98,4 +116,4 @@ def submit(topology: Topology, array: Any, run: Callable[[], Any]) -> Handle:
                           "mpi4py.rc.thread_level = 'multiple' (the default), or call with blocking=True")
     if topology.closed:
         raise HpczeroError("this topology was closed: no collective can be started on it any more")
-    return topology.keep(_NAME, CommThread, ends_first=True).submit(run)
+    return topology.keep(_NAME, CommThread, ends_first=True).submit(run, from_any(array) if is_device(array) else None)

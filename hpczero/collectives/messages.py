@@ -27,6 +27,8 @@ DEVICE_SEGMENT_BYTES = 2**22
 """Of device memory a segment costs some 100 us in copies to queue, kernels to launch and events to wait for."""
 DEPTH = 3
 """Segments of a message on their way at a time: one is combined, one arrives, one is asked for."""
+MOST_KEPT = 256
+"""Segments of a round that are worked out once and kept: of longer vectors that is little beside sending them."""
 ODD_BYTES = 320
 """Rows that lie a power of two apart cost 40 % (4 KiB aliasing)."""
 
@@ -124,9 +126,14 @@ class Round:
     _traffic: dict[tuple[int, bool, bool], Traffic] = field(default_factory=dict, compare=False, repr=False)
 
     def traffic(self, itemsize: int, on_device: bool = False, staged: bool = False) -> Traffic:
-        """The round in segments; kept. `staged`: nothing can arrive in the vector itself."""
+        """The round in segments; kept, if they are few. `staged`: nothing can arrive in the vector itself."""
         key = itemsize, on_device, staged
-        return self._traffic.get(key) or self._traffic.setdefault(key, self._cut(*key))
+        traffic = self._traffic.get(key)
+        if traffic is None:
+            traffic = self._cut(*key)
+            if len(traffic.placed) + len(traffic.units) + sum(len(segments) for _, segments in traffic.queues) <= MOST_KEPT:
+                self._traffic[key] = traffic
+        return traffic
 
     def _cut(self, itemsize: int, on_device: bool, staged: bool) -> Traffic:
         apart = self.add or bool(self.folds) or staged

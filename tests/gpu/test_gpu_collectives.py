@@ -32,9 +32,13 @@ with Topology(comm) as topology:
                 for _ in range(20):
                     cupy.sin(slow, out=slow)
                 x[...] = cupy.arange(size) % 97 + comm.rank + slow[0]
+                y = x * 2
+                handle = api.all_reduce(y, topology, order="canonical", blocking=False)
                 api.all_reduce(x, topology, order="canonical")
+                handle.wait()
+                y -= 2 * x      # on this stream, which waits for the thread's
                 expected = comm.size * (np.arange(size) % 97) + comm.size * (comm.size - 1) / 2
-                if not np.array_equal(arrays.to_host(x), expected.astype(np.float32)):
+                if not np.array_equal(arrays.to_host(x), expected.astype(np.float32)) or arrays.to_host(y).any():
                     wrong.append(size)
     x, times = cupy.ones(count, np.float32), []
     for _ in range(7):

@@ -22,6 +22,7 @@ PRINTED = {
         "num_nodes=16, devices_per_node=8, and the communicator has 2 ranks on one node",
         "32 ranks needs a communicator",
     ],
+    "hangs.md": ["rank 1 of 2 calls all_reduce of 6 elements", "[2. 2. 2. 2. 2.]"],
     "choice.md": ["all_reduce of 4000000 bytes, float32, order=canonical: "],
 }
 

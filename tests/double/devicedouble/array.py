@@ -80,6 +80,12 @@ class ndarray:
         if is_pinned(arr):
             queue.copy_from_host(arr)
 
+    @property
+    def device(self) -> Any:
+        from devicedouble.cuda import Device
+
+        return Device(0)
+
     def item(self) -> Any:
         queue.clear()
         return self._host.item()

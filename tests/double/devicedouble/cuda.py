@@ -14,11 +14,14 @@ from devicedouble.array import Pinned
 class Stream:
     """A stream: here all of them are the same queue. As a context manager it becomes the current one."""
 
-    def __init__(self, ptr: int = 0x5EED):
-        self.ptr = ptr
+    def __init__(self, null: bool = False, non_blocking: bool = False):
+        self.ptr = 0 if null else 0x5EED
 
     def synchronize(self) -> None:
         queue.synchronize()
+
+    def wait_event(self, event: Event) -> None:
+        """What is queued from now on happens after it, as everything here does."""
 
     def __enter__(self) -> Self:
         _current.append(self)
@@ -28,7 +31,7 @@ class Stream:
         _current.remove(self)
 
 
-_current = [Stream(0)]
+_current = [Stream(null=True)]
 
 
 def get_current_stream() -> Stream:
@@ -120,3 +123,9 @@ class Device:
 
     def synchronize(self) -> None:
         runtime.deviceSynchronize()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass

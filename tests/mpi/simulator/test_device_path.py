@@ -256,8 +256,8 @@ def test_a_room_that_was_too_small_is_followed_by_a_larger_one(comm, monkeypatch
 def test_elements_that_go_by_ipc_do_not_go_over_mpi_and_are_counted_all_the_same(comm, monkeypatch):
     monkeypatch.setenv("HPCZERO_DEVICE_TRANSFER", "ipc")
     posted = []
-    post = Transport._post
-    monkeypatch.setattr(Transport, "_post", lambda self, *args: posted.append(args[1].nbytes) or post(self, *args))
+    post = Transport.post
+    monkeypatch.setattr(Transport, "post", lambda self, *args: posted.append(args[1].nbytes) or post(self, *args))
     with Topology(comm) as topology:
         api.all_reduce(devicedouble.ones(300, np.float32), topology, algorithm="pairwise")
         sent = Transport.of(topology).bytes_sent["node"]
@@ -285,3 +285,19 @@ def test_nothing_is_looked_for_without_a_device_array(comm, monkeypatch):
     monkeypatch.setattr(direct, "choose", lambda *args: pytest.fail("looked for evidence"))
     with Topology(comm) as topology:
         api.all_reduce(np.ones(5), topology, algorithm="pairwise")
+
+
+@pytest.mark.parametrize("transfer", ["staged", "direct", "ipc"], indirect=True)
+def test_a_handle_on_a_device_array_gives_what_the_call_gives(topology, comm, transfer):
+    for operation in ALGORITHMS:
+        values = [contribution(comm.rank, 41 + turn) for turn in range(3)]
+        expected = [call(operation, value.copy(), topology, "adaptive") for value in values]
+        on_device = [devicedouble.array(value) for value in values]
+        handles = [call(operation, array, topology, "adaptive", blocking=False) for array in on_device]
+        for handle, right in zip(handles, expected, strict=True):
+            result = handle.wait()
+            same = (result is None and right is None) or np.array_equal(arrays.to_host(result), right)
+            check_everywhere(comm, same and handle.test(), f"{operation}: {result} for {right}")
+        if operation != "reduce":
+            check_everywhere(comm, np.array_equal(arrays.to_host(on_device[0])[:1], expected[0][:1])
+                             or operation == "reduce_scatter", f"{operation}: in place")

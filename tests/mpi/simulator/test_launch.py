@@ -52,7 +52,9 @@ def test_a_kernel_goes_to_the_current_stream(monkeypatch):
     arrays._numba_stream.cache_clear()
     x = devicedouble.zeros(3, np.float32)
     arrays.launch(_add_scaled, 3, x, x, np.float32(1))
-    with devicedouble.cuda.Stream(0xBEEF):
+    stream = devicedouble.cuda.Stream(non_blocking=True)
+    stream.ptr = 0xBEEF
+    with stream:
         arrays.launch(_add_scaled, 3, x, x, np.float32(1))
     arrays.launch(_add_scaled, 3, x, x, np.float32(1))
     assert taken == [0, 0xBEEF]     # remembered the second time
