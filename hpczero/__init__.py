@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same 
         WorldSizeMismatchError,
     )
     from hpczero.models import Model
-    from hpczero.optim import SGD, AdamW
+    from hpczero.optim import SGD, Adagrad, Adam, AdamW, Lion
     from hpczero.settings import Settings, Size
     from hpczero.topology import Topology
     from hpczero.zero.config import ZeroConfig
@@ -45,7 +45,7 @@ _HOMES = {
         "StallError", "WorldSizeMismatchError",
     ),
     "hpczero.models": ("Model",),
-    "hpczero.optim": ("SGD", "AdamW"),
+    "hpczero.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion"),
     "hpczero.settings": ("Settings", "Size"),
     "hpczero.topology": ("Topology",),
     "hpczero.zero.config": ("ZeroConfig",),
@@ -55,8 +55,8 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "SGD", "AdamW", "ConfigError", "DataError", "DeviceError", "HierarchicalAggregator", "HierarchicalConfig",
-    "HpczeroError", "MismatchError", "Model", "NoCommunicatorError", "RoomError", "Settings", "Size", "StallError",
+    "SGD", "Adagrad", "Adam", "AdamW", "ConfigError", "DataError", "DeviceError", "HierarchicalAggregator",
+    "HierarchicalConfig", "HpczeroError", "Lion", "MismatchError", "Model", "NoCommunicatorError", "RoomError", "Settings", "Size", "StallError",
     "StepReport", "Topology", "WorldSizeMismatchError", "Zero3Engine", "ZeroConfig", "ZeroOptimizer", "__version__",
     "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter",
 ]  # fmt: skip

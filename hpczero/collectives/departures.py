@@ -64,7 +64,8 @@ class Departures:
         flat = self._flat
         if len(segment.runs) == 1:
             _, lo, hi = segment.runs[0]
-            return flat[lo:hi]      # synchronised at the start of the round
+            synchronize(flat)      # other elements may have been combined since the round began
+            return flat[lo:hi]
         buffer = namespace(flat).empty(segment.count, flat.dtype)
         for place, lo, hi in segment.runs:
             copy(buffer[place:place + hi - lo], flat[lo:hi])

@@ -3,11 +3,16 @@
 Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019, algorithm 2, with the decay multiplied by the
 learning rate, as everyone implements it. State: `exp_avg` (m) and `exp_avg_sq` (v). One pass reads p, g, m, v and writes p,
 m, v: 28 bytes per float32 parameter.
+
+With `amsgrad` the step is divided by the root of the largest v so far, so that no step grows because v has shrunk: Reddi,
+Kale and Kumar, "On the convergence of Adam and beyond", ICLR 2018, algorithm 2, which has no bias corrections. As in
+PyTorch they are kept: the maximum is taken of v as it is, and corrected after. One more state, `max_exp_avg_sq`; 36 bytes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,9 +20,8 @@ import numba
 from numba import cuda
 
 from hpczero.arrays import Array, is_device, launch
-from hpczero.errors import ConfigError
 from hpczero.kernels import cpu_loop
-from hpczero.optim.checks import at_least_zero, below_one, positive
+from hpczero.optim.checks import at_least_zero, positive, two_betas
 
 
 @dataclass(frozen=True)
@@ -28,31 +32,33 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    amsgrad: bool = False
 
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    state_starts: ClassVar[Mapping[str, float]] = {}
 
     def __post_init__(self) -> None:
         at_least_zero(self, "lr", self.lr)
-        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
-            raise ConfigError(f"AdamW: betas={self.betas!r}; two numbers such as (0.9, 0.999) are needed")
-        for beta in self.betas:
-            below_one(self, "betas", beta)
+        two_betas(self, self.betas)
         positive(self, "eps", self.eps)
         at_least_zero(self, "weight_decay", self.weight_decay)
 
-    def update(self, params: Array, grads: Array, state: tuple[Array, Array], *, step: int, scale: float = 1.0,
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
+    def update(self, params: Array, grads: Array, state: tuple[Array, ...], *, step: int, scale: float = 1.0,
                lr: float | None = None) -> None:
         """One step in place on (n,) arrays of one dtype, float32 or float64; `grads` stays as it is."""
-        m, v = state
         beta1, beta2 = self.betas
         kind = params.dtype.type
         # The corrections are powers: in float64 here, then rounded once.
         scalars = tuple(map(kind, (scale, beta1, 1 - beta1, beta2, 1 - beta2, 1 / (1 - beta1**step),
                                    1 / (1 - beta2**step), self.lr if lr is None else lr, self.eps, self.weight_decay)))
+        kernels = (adamw_amsgrad_cpu, adamw_amsgrad_cuda) if self.amsgrad else (adamw_cpu, adamw_cuda)
         if is_device(params):
-            launch(adamw_cuda, params.size, params, grads, m, v, *scalars)
+            launch(kernels[1], params.size, params, grads, *state, *scalars)
         else:
-            adamw_cpu(params, grads, m, v, *scalars)
+            kernels[0](params, grads, *state, *scalars)
 
 
 def _element(p, g, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, lr, eps, decay):
@@ -63,7 +69,17 @@ def _element(p, g, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, 
     return p - lr * (m * correct1 / (math.sqrt(v * correct2) + eps) + decay * p), m, v
 
 
+def _amsgrad(p, g, m, v, top, scale, beta1, rest1, beta2, rest2, correct1, correct2, lr, eps, decay):
+    g = scale * g
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    # Not max(), which on a GPU drops a NaN: here a v that is NaN wins, since no comparison with it holds.
+    top = top if top > v else v
+    return p - lr * (m * correct1 / (math.sqrt(top * correct2) + eps) + decay * p), m, v, top
+
+
 _on_cpu, _on_cuda = numba.njit(error_model="numpy")(_element), cuda.jit(device=True)(_element)
+_amsgrad_cpu, _amsgrad_cuda = numba.njit(error_model="numpy")(_amsgrad), cuda.jit(device=True)(_amsgrad)
 
 
 @cpu_loop()
@@ -80,7 +96,22 @@ def adamw_cuda(p, g, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2
                                     eps, decay)
 
 
+@cpu_loop()
+def adamw_amsgrad_cpu(p, g, m, v, top, scale, beta1, rest1, beta2, rest2, correct1, correct2, lr, eps, decay):
+    for i in range(p.size):
+        p[i], m[i], v[i], top[i] = _amsgrad_cpu(p[i], g[i], m[i], v[i], top[i], scale, beta1, rest1, beta2, rest2, correct1,
+                                                correct2, lr, eps, decay)
+
+
+@cuda.jit
+def adamw_amsgrad_cuda(p, g, m, v, top, scale, beta1, rest1, beta2, rest2, correct1, correct2, lr, eps, decay):
+    for i in range(cuda.grid(1), p.size, cuda.gridsize(1)):
+        p[i], m[i], v[i], top[i] = _amsgrad_cuda(p[i], g[i], m[i], v[i], top[i], scale, beta1, rest1, beta2, rest2, correct1,
+                                                 correct2, lr, eps, decay)
+
+
 CUDA_SIGNATURES = {
     adamw_cuda: [(kind[::1],) * 4 + (kind,) * 10 for kind in (numba.float32, numba.float64)],
+    adamw_amsgrad_cuda: [(kind[::1],) * 5 + (kind,) * 10 for kind in (numba.float32, numba.float64)],
 }
 """What each CUDA kernel is compiled for when a test compiles all of them without a GPU."""

@@ -7,7 +7,9 @@ is momentum. 20 bytes per float32 parameter with momentum, 12 without.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numba
 from numba import cuda
@@ -26,6 +28,8 @@ class SGD:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+
+    state_starts: ClassVar[Mapping[str, float]] = {}
 
     def __post_init__(self) -> None:
         at_least_zero(self, "lr", self.lr)

@@ -62,7 +62,7 @@ class Zero3Engine(PartitionedTraining):
         In forward order. Parameter "weight" of layer "head" is called "head.weight".
     params : mapping of full name to array
         First values, float32 or float64, all on the host or all on one device; rank 0's count, and the arrays are only read.
-    optimizer : AdamW or SGD
+    optimizer : one of `hpczero.optim`
     comm : Topology or MPI.Intracomm
         A communicator is duplicated; a topology is used, and stays the caller's to close.
     config : ZeroConfig

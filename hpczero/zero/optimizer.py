@@ -60,7 +60,7 @@ class ZeroOptimizer(PartitionedTraining):
     params : mapping of str to array
         In the order of the forward pass; one dtype, float32 or float64; any shapes, () and (0, 4) included; none at all is
         fine. All on the host, or all on one device.
-    optimizer : AdamW or SGD
+    optimizer : one of `hpczero.optim`
     comm : Topology or MPI.Intracomm
         A communicator is duplicated; a topology is used, and stays the caller's to close.
     config : ZeroConfig

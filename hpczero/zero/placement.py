@@ -17,7 +17,7 @@ from hpczero.zero.config import ZeroConfig
 def refuse_optimizer(optimizer: Any) -> None:
     """ConfigError unless it is an optimizer of `hpczero.optim`."""
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"optimizer: an AdamW(...) or SGD(...) of hpczero.optim is needed, not {optimizer!r}")
+        raise ConfigError(f"optimizer: one of hpczero.optim, such as AdamW(lr=1e-3), is needed, not {optimizer!r}")
 
 
 def as_arrays(params: Any) -> tuple[dict[str, Array], np.dtype]:

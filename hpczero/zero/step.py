@@ -164,6 +164,8 @@ class Updater:
         self.shard_cuts = layout.shard_cuts(rank)
         count = layout.size if whole else self.shard_cuts[-1]
         self.states = {name: arena.private(count, dtype, "optimizer_states") for name in optimizer.state_names}
+        for name, start in optimizer.state_starts.items():
+            self.states[name][...] = start
         self.step, self.skipped = 0, 0
         self._partial = PartialNorms(layout.pieces(rank, in_shard=in_shard))
         self._global = GlobalNorm(transport.topology.world.allgather(self._partial.nodes), len(layout.places))

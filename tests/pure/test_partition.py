@@ -197,7 +197,7 @@ def test_the_memory_reduction_ratio_agrees_with_the_formula_of_the_layout(stage,
 
     def model_state_bytes(stage):
         held = formula_bytes(
-            layout, stage=stage, itemsize=4, num_states=len(AdamW.state_names), ranks_per_node=world_size, num_nodes=1,
+            layout, stage=stage, itemsize=4, num_states=len(AdamW().state_names), ranks_per_node=world_size, num_nodes=1,
             shared=False,
         )
         return sum(num_bytes for purpose, num_bytes in held.items() if purpose != "buffers")

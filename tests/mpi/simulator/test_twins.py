@@ -13,7 +13,7 @@ import pytest
 import hpczero
 from hpczero import arrays
 from hpczero.kernels import half, loops, reduce
-from hpczero.optim import SGD, AdamW, adamw, norms, sgd
+from hpczero.optim import SGD, Adagrad, Adam, AdamW, Lion, adagrad, adam, adamw, lion, norms, sgd
 
 # The simulator computes with NumPy's scalars, which warn of overflow and NaN; here they are meant.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in scalar:RuntimeWarning")
@@ -103,7 +103,9 @@ def steps_on_both(optimizer, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("optimizer", [
     AdamW(), AdamW(betas=(0.0, 0.5), eps=1e-3, weight_decay=0.0), SGD(weight_decay=0.1), SGD(momentum=0.9),
-    SGD(momentum=0.9, nesterov=True, weight_decay=0.1),
+    SGD(momentum=0.9, nesterov=True, weight_decay=0.1), AdamW(amsgrad=True), Adam(weight_decay=0.1),
+    Adam(weight_decay=0.1, amsgrad=True), Adagrad(weight_decay=0.1, initial_accumulator_value=0.1, lr_decay=0.1),
+    Lion(weight_decay=0.1),
 ], ids=repr)
 def test_optimizers(optimizer, dtype):
     on_cpu, on_gpu, start = steps_on_both(optimizer, dtype)
@@ -134,7 +136,8 @@ def test_scaled(cpu, gpu, dtype):
 
 TESTED = {
     reduce.combine_cuda, reduce.divide_cuda, half.combine_cuda, half.divide_cuda, loops.write_scaled_cuda,
-    loops.add_scaled_cuda, norms.squares_cuda, adamw.adamw_cuda, sgd.sgd_cuda, sgd.momentum_cuda,
+    loops.add_scaled_cuda, norms.squares_cuda, adamw.adamw_cuda, adamw.adamw_amsgrad_cuda, adam.adam_cuda,
+    adam.adam_amsgrad_cuda, adagrad.adagrad_cuda, lion.lion_cuda, sgd.sgd_cuda, sgd.momentum_cuda,
 }
 
 
