@@ -56,9 +56,9 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "SGD", "Adagrad", "Adam", "AdamW", "ConfigError", "DataError", "DeviceError", "HierarchicalAggregator",
-    "HierarchicalConfig", "HpczeroError", "Lion", "MismatchError", "Model", "NoCommunicatorError", "RoomError", "Settings", "Size", "StallError",
-    "StepReport", "Topology", "WorldSizeMismatchError", "Zero3Engine", "ZeroConfig", "ZeroOptimizer", "__version__",
-    "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter",
+    "HierarchicalConfig", "HpczeroError", "Lion", "MismatchError", "Model", "NoCommunicatorError", "RoomError", "Settings",
+    "Size", "StallError", "StepReport", "Topology", "WorldSizeMismatchError", "Zero3Engine", "ZeroConfig", "ZeroOptimizer",
+    "__version__", "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter",
 ]  # fmt: skip
 
 
