@@ -26,11 +26,13 @@ from hpczero.collectives.exchange import flat_of
 from hpczero.device import Device
 from hpczero.errors import ConfigError
 from hpczero.optim import Optimizer
+from hpczero.optim.schedules import Schedule
 from hpczero.topology import Topology
 from hpczero.zero.buffers import GradientSlots, fill, parameter_buffer, put, views
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import Layout, by_layer
 from hpczero.zero.lifecycle import PartitionedTraining, listed
+from hpczero.zero.param_groups import ParamGroup
 from hpczero.zero.placement import checked_gradient
 from hpczero.zero.step import FORWARD, STEP, StepReport, Updater, checked_lr, checked_weight
 
@@ -69,6 +71,8 @@ class Zero3Engine(PartitionedTraining):
         With stage=3, its only choice here.
     device : Device, optional
         Where the parameters live; found from the arrays if not given.
+    groups, schedule
+        As for `ZeroOptimizer`.
 
     Examples
     --------
@@ -80,9 +84,11 @@ class Zero3Engine(PartitionedTraining):
     """
 
     def __init__(self, layers: Sequence[tuple[str, Layer]], params: Mapping[str, Any], optimizer: Optimizer,
-                 comm: Topology | MPI.Intracomm, config: ZeroConfig | None = None, device: Device | None = None):
+                 comm: Topology | MPI.Intracomm, config: ZeroConfig | None = None, device: Device | None = None, *,
+                 groups: Sequence[ParamGroup] = (), schedule: Schedule | None = None):
         self.layers = layers
-        super().__init__(params, optimizer, comm, ZeroConfig(stage=3) if config is None else config, device)
+        super().__init__(params, optimizer, comm, ZeroConfig(stage=3) if config is None else config, device, groups,
+                         schedule)
         self.saved: list[Any] | None = None
         """What the layers keep from `forward` until `backward`, in forward order."""
 
@@ -145,11 +151,12 @@ class Zero3Engine(PartitionedTraining):
         with self._meter:
             self._meet(0.0, error, STEP, lr)
             reason, grad_norm, coefficient, scale = self._updater.decide(self._slots.shards, self._rounds.weight)
+        rates: tuple[float, ...] = ()
         if not reason:
-            self._updater.apply(self._shards, self._slots.shards, slice(None), scale=scale, lr=lr)
+            rates = self._updater.apply(self._shards, self._slots.shards, scale=scale, lr=lr)
             self._held = None
         self._restart()
-        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, self._meter.read(),
+        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, rates, self._meter.read(),
                           time.perf_counter() - start)
 
     def full_parameters(self) -> dict[str, np.ndarray]:
@@ -190,14 +197,14 @@ class Zero3Engine(PartitionedTraining):
     def _lay_out(self, arrays: Mapping[str, Array]) -> Layout:
         names = {name: [f"{name}.{short}" for short in layer.shapes] for name, layer in self.layers}
         shapes = {full: arrays[full].shape for owned in names.values() for full in owned}
-        layout = by_layer(shapes, list(names.values()), self.topology.size)
+        layout = by_layer(shapes, list(names.values()), self.topology.size, self._grouping.group_of)
         self._bucket_of = {name: layout.places[owned[0]].bucket for name, owned in names.items() if owned}
         return layout
 
-    def _allocate(self, optimizer: Optimizer) -> None:
+    def _allocate(self) -> None:
         layout, arena = self.layout, self._arena
-        self._updater = Updater(optimizer, layout, arena, self._transport, self.dtype, in_shard=True, whole=False,
-                                max_norm=self.config.gradient_clipping)
+        self._updater = Updater(self._grouping, self._schedule, layout, arena, self._transport, self.dtype, in_shard=True,
+                                whole=False, params_in_shard=True, max_norm=self.config.gradient_clipping)
         self._shards = arena.private(self._updater.shard_cuts[-1], self.dtype, "parameters")
         self._layer_buffer = parameter_buffer(arena, layout.largest_bucket, self.dtype, "buffers", shared=self.shared)
         self._slots = GradientSlots(arena, layout, self.dtype, self._transport)

@@ -10,7 +10,8 @@ multiples of 16 elements from a parameter's start: a cache line then has one wri
     shard   | 0  | 1 | 2 |  0  |  1   |  2   | 0| 1 | 2|
 
 Rank r's shards of all buckets, one behind the other, make its shard vector: optimizer states, and at stages 2 and 3
-gradients, have that layout.
+gradients, have that layout. Within a bucket the parameters of a group of equal hyperparameters lie together, so that a
+shard has few runs of one group however many parameters there are.
 
 The formulas of what each stage costs (Rajbhandari et al., "ZeRO", SC 2020, figure 1) stand here too, once.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -38,6 +39,7 @@ class Place:
     shape: tuple[int, ...]
     offset: int
     bucket: int
+    group: int = 0
 
     @property
     def size(self) -> int:
@@ -55,6 +57,16 @@ class Bucket:
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements `start` to `stop` of the vector, of one bucket and one group, from `position` on in a rank's shard vector."""
+
+    group: int
+    start: int
+    stop: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,27 @@ class Layout:
             sizes.append(cuts[rank + 1] - cuts[rank])
         return list(accumulate(sizes, initial=0))
 
+    def runs(self, rank: int | None = None) -> list[Run]:
+        """The runs of one group each in rank's shards; for None in the whole vector, where they are at `start`."""
+        shard_cuts = [bucket.start for bucket in self.buckets] if rank is None else self.shard_cuts(rank)
+        return [run for index in range(len(self.buckets)) for run in self._runs(index, rank, shard_cuts[index])]
+
+    def _runs(self, bucket: int, rank: int | None, first: int) -> list[Run]:
+        whole = self.buckets[bucket]
+        lo, hi = (whole.start, whole.stop) if rank is None else self.cuts(bucket)[rank:rank + 2]
+        ends = [self.places[name].offset for name in whole.names[1:]] + [whole.stop]
+        found: list[Run] = []
+        for name, end in zip(whole.names, ends, strict=True):
+            place = self.places[name]
+            start, stop = max(lo, place.offset), min(hi, end)
+            if start >= stop:
+                continue
+            if found and found[-1].group == place.group:
+                found[-1] = replace(found[-1], stop=stop)
+            else:
+                found.append(Run(place.group, start, stop, first + start - lo))
+        return found
+
     def pieces(self, rank: int, *, in_shard: bool) -> list[Piece]:
         """The parts of parameters that `rank` owns; positions in its shard vector, or in the whole vector.
 
@@ -119,7 +152,8 @@ class Layout:
         return found
 
 
-def in_buckets(shapes: Mapping[str, tuple[int, ...]], num_ranks: int, bucket_elements: int) -> Layout:
+def in_buckets(shapes: Mapping[str, tuple[int, ...]], num_ranks: int, bucket_elements: int,
+               group_of: Mapping[str, int] | None = None) -> Layout:
     """The layout of stages 0 to 2: `shapes` in forward order, buckets of at most `bucket_elements`, or one parameter."""
     groups: list[list[str]] = []
     filled = 0
@@ -130,12 +164,13 @@ def in_buckets(shapes: Mapping[str, tuple[int, ...]], num_ranks: int, bucket_ele
             filled = 0
         groups[-1].append(name)
         filled += size
-    return _laid_out(shapes, groups, num_ranks)
+    return _laid_out(shapes, groups, num_ranks, group_of)
 
 
-def by_layer(shapes: Mapping[str, tuple[int, ...]], layers: Sequence[Sequence[str]], num_ranks: int) -> Layout:
+def by_layer(shapes: Mapping[str, tuple[int, ...]], layers: Sequence[Sequence[str]], num_ranks: int,
+             group_of: Mapping[str, int] | None = None) -> Layout:
     """The layout of stage 3: one bucket per layer, `layers` in forward order; layers without parameters have none."""
-    return _laid_out(shapes, [list(reversed(names)) for names in reversed(layers) if names], num_ranks)
+    return _laid_out(shapes, [list(reversed(names)) for names in reversed(layers) if names], num_ranks, group_of)
 
 
 def formula_bytes(layout: Layout, *, stage: int, itemsize: int, num_states: int, ranks_per_node: int, num_nodes: int,
@@ -163,14 +198,16 @@ def formula_bytes(layout: Layout, *, stage: int, itemsize: int, num_states: int,
     return found
 
 
-def _laid_out(shapes: Mapping[str, tuple[int, ...]], groups: Iterable[Sequence[str]], num_ranks: int) -> Layout:
+def _laid_out(shapes: Mapping[str, tuple[int, ...]], buckets_of_names: Iterable[Sequence[str]], num_ranks: int,
+              group_of: Mapping[str, int] | None) -> Layout:
     places: dict[str, Place] = {}
     buckets: list[Bucket] = []
     offset = 0
-    for names in groups:
-        start = offset
+    group_of = group_of or {}
+    for names in buckets_of_names:
+        start, names = offset, sorted(names, key=lambda name: group_of.get(name, 0))      # which keeps their order
         for name in names:
-            places[name] = Place(name, tuple(shapes[name]), offset, len(buckets))
+            places[name] = Place(name, tuple(shapes[name]), offset, len(buckets), group_of.get(name, 0))
             offset += _padded(places[name].size)
         buckets.append(Bucket(start, offset, tuple(names)))
     return Layout(places, tuple(buckets), num_ranks)

@@ -14,7 +14,7 @@ what `topology` keeps, one duplicated communicator is held, for the meetings.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from hpczero.arrays import Array
@@ -24,11 +24,13 @@ from hpczero.device import Device
 from hpczero.errors import HpczeroError, RoomError, StallError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
+from hpczero.optim.schedules import Schedule
 from hpczero.topology import Topology, as_topology, refuse_finalised
 from hpczero.zero.buffers import GradientSlots
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import PURPOSES, Layout, formula_bytes
-from hpczero.zero.placement import as_arrays, device_of, refuse_optimizer, shares
+from hpczero.zero.param_groups import ParamGroup, grouped
+from hpczero.zero.placement import as_arrays, device_of, refuse_optimizer, refuse_schedule, shares
 from hpczero.zero.step import ACCUMULATE, Meter, Rounds, Updater
 
 if TYPE_CHECKING:
@@ -55,13 +57,13 @@ class PartitionedTraining(ABC):
     _slots: GradientSlots | None
 
     def __init__(self, params: Mapping[str, Any], optimizer: Optimizer, comm: Topology | MPI.Intracomm,
-                 config: ZeroConfig, device: Device | None):
+                 config: ZeroConfig, device: Device | None, groups: Sequence[ParamGroup], schedule: Schedule | None):
         self.config = config
         self.topology, self._owns_topology = as_topology(comm)
         self._transport = Transport.of(self.topology)
         self._closed = False
         try:
-            arrays = self._agreed(params, optimizer, device)
+            arrays = self._agreed(params, optimizer, device, groups, schedule)
         except StallError:
             raise      # somebody is missing, and would be for a collective free too
         except Exception:
@@ -73,7 +75,7 @@ class PartitionedTraining(ABC):
         self.layout = self._lay_out(arrays)
         self._arena = Arena(self.topology, self.device)
         try:
-            self._allocate(optimizer)
+            self._allocate()
         except RoomError:
             self._arena.close()                # on every rank: smaller settings may yet find room
             if self._owns_topology:
@@ -92,7 +94,7 @@ class PartitionedTraining(ABC):
         """Where everything lies, from names and shapes."""
 
     @abstractmethod
-    def _allocate(self, optimizer: Optimizer) -> None:
+    def _allocate(self) -> None:
         """What the placement table says, from the arena; sets `_updater` and `_slots`."""
 
     @abstractmethod
@@ -139,10 +141,10 @@ class PartitionedTraining(ABC):
             # Others may never come to a collective free: that is left to the end of the job. But they must hear of it.
             self._rounds.leave(error)
 
-    def _agreed(self, params: Any, optimizer: Any, device: Device | None) -> dict[str, Array]:
+    def _agreed(self, params: Any, optimizer: Any, device: Device | None, groups: Any, schedule: Any) -> dict[str, Array]:
         """The parameters as arrays, after every rank has found them good and all agree on names, shapes and settings.
 
-        Sets `dtype` and `device`.
+        Sets `dtype`, `device`, `_grouping` and `_schedule`.
         """
         arrays: dict[str, Array] = {}
         error, call = None, ""
@@ -150,10 +152,13 @@ class PartitionedTraining(ABC):
             arrays, self.dtype = as_arrays(params)
             self.device = device or device_of(arrays)
             refuse_optimizer(optimizer)
+            refuse_schedule(schedule)
+            self._schedule = schedule
+            self._grouping = grouped({name: array.shape for name, array in arrays.items()}, optimizer, groups)
             parts = self._checked(arrays)
             shares(self.config, self.device)
-            call = (f"{type(self).__name__} with {optimizer}, {self.config!r}, {self.dtype} on {self.device.kind}, "
-                    f"{parts}")
+            call = (f"{type(self).__name__} with {self._grouping}, schedule={schedule}, {self.config!r}, {self.dtype} on "
+                    f"{self.device.kind}, {parts}")
         except Exception as wrong:      # noqa: BLE001 - whatever an argument does when it is looked at: the others must hear
             error = wrong
         agree(self._transport, call, error)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from hpczero.collectives.exchange import flat_of
 from hpczero.device import Device
 from hpczero.errors import ConfigError
 from hpczero.optim import Optimizer
+from hpczero.optim.schedules import Schedule
 from hpczero.topology import Topology
 from hpczero.zero.buffers import (
     GradientSlots,
@@ -42,6 +43,7 @@ from hpczero.zero.buffers import (
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import Layout, in_buckets
 from hpczero.zero.lifecycle import PartitionedTraining, listed
+from hpczero.zero.param_groups import ParamGroup
 from hpczero.zero.placement import checked_gradient
 from hpczero.zero.step import STEP, StepReport, Updater, checked_lr, checked_weight
 
@@ -67,6 +69,10 @@ class ZeroOptimizer(PartitionedTraining):
         Stage 3 belongs to `Zero3Engine`, which knows when a layer is used.
     device : Device, optional
         Where the parameters live; found from the arrays if not given.
+    groups : list of ParamGroup
+        Parameters with hyperparameters of their own, by name.
+    schedule : one of `hpczero.optim.schedules`, optional
+        What learning rates are multiplied by, step for step; steps that are skipped do not count.
 
     Attributes
     ----------
@@ -87,8 +93,9 @@ class ZeroOptimizer(PartitionedTraining):
     """
 
     def __init__(self, params: Mapping[str, Any], optimizer: Optimizer, comm: Topology | MPI.Intracomm,
-                 config: ZeroConfig | None = None, device: Device | None = None):
-        super().__init__(params, optimizer, comm, ZeroConfig() if config is None else config, device)
+                 config: ZeroConfig | None = None, device: Device | None = None, *, groups: Sequence[ParamGroup] = (),
+                 schedule: Schedule | None = None):
+        super().__init__(params, optimizer, comm, ZeroConfig() if config is None else config, device, groups, schedule)
         self._written: set[str] = set()
         self._by_hand = self._accumulated = False
 
@@ -151,7 +158,8 @@ class ZeroOptimizer(PartitionedTraining):
         Parameters
         ----------
         lr : float, optional
-            Learning rate of this step, the same on every rank; the optimizer's own if not given.
+            Learning rate of this step, the same on every rank, for groups that have none of their own; the schedule is
+            not asked then. If not given, that of each group, as scheduled.
         """
         start = time.perf_counter()
         self._refuse_closed()
@@ -164,11 +172,12 @@ class ZeroOptimizer(PartitionedTraining):
             self._meet(1.0 if by_hand else 0.0, error, STEP, lr)
             gradients = self._reduced(by_hand)
             reason, grad_norm, coefficient, scale = self._updater.decide(gradients, self._rounds.weight)
+            rates: tuple[float, ...] = ()
             if not reason:
-                self._update(gradients, scale, lr)
+                rates = self._updater.apply(flat_of(self._parameters), gradients, scale=scale, lr=lr)
                 self._publish()
             self._reopen()
-        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, self._meter.read(),
+        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, rates, self._meter.read(),
                           time.perf_counter() - start)
 
     def full_parameters(self) -> dict[str, np.ndarray]:
@@ -201,9 +210,10 @@ class ZeroOptimizer(PartitionedTraining):
 
     def _lay_out(self, arrays: Mapping[str, Array]) -> Layout:
         shapes = {name: array.shape for name, array in arrays.items()}
-        return in_buckets(shapes, self.topology.size, self.config.reduce_bucket_size.elements(self.dtype.itemsize))
+        return in_buckets(shapes, self.topology.size, self.config.reduce_bucket_size.elements(self.dtype.itemsize),
+                          self._grouping.group_of)
 
-    def _allocate(self, optimizer: Optimizer) -> None:
+    def _allocate(self) -> None:
         """What the placement table says: parameters, gradients (whole, or slots and shards), states."""
         layout, arena, stage = self.layout, self._arena, self.stage
         if stage == 0:
@@ -216,8 +226,9 @@ class ZeroOptimizer(PartitionedTraining):
         else:
             self._gradients = gradient_rows(arena, layout.size, self.dtype, "gradients")
             self._gradient_views = views(flat_of(self._gradients), layout, list(layout.places))
-        self._updater = Updater(optimizer, layout, arena, self._transport, self.dtype, in_shard=stage == 2,
-                                whole=stage == 0, max_norm=self.config.gradient_clipping)
+        self._updater = Updater(self._grouping, self._schedule, layout, arena, self._transport, self.dtype,
+                                in_shard=stage == 2, whole=stage == 0, params_in_shard=False,
+                                max_norm=self.config.gradient_clipping)
 
     def _start_from(self, arrays: Mapping[str, Array]) -> None:
         flat = flat_of(self._parameters)
@@ -316,18 +327,6 @@ class ZeroOptimizer(PartitionedTraining):
         if self.stage == 0:
             exchange.all_gather(self._gradients, cuts, self._transport, "gradients")
         return flat
-
-    def _update(self, gradients: Array, scale: float, lr: float | None) -> None:
-        flat = flat_of(self._parameters)
-        if self.stage == 0:
-            self._updater.apply(flat, gradients, slice(None), scale=scale, lr=lr)
-            return
-        rank, shard_cuts = self.topology.rank, self._updater.shard_cuts
-        for bucket in range(len(self.layout.buckets)):
-            lo, hi = self.layout.cuts(bucket)[rank:rank + 2]
-            shard = slice(*shard_cuts[bucket:bucket + 2])
-            mine = gradients[shard] if self._gradients is None else gradients[lo:hi]
-            self._updater.apply(flat[lo:hi], mine, shard, scale=scale, lr=lr)
 
     def _publish(self) -> None:
         """Updated shards become visible to all; within a node that shares parameters a barrier is all it takes."""

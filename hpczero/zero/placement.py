@@ -11,6 +11,7 @@ from hpczero.arrays import Array, from_any, is_device, is_half, namespace
 from hpczero.device import Device
 from hpczero.errors import ConfigError
 from hpczero.optim import Optimizer
+from hpczero.optim.schedules import Schedule
 from hpczero.zero.config import ZeroConfig
 
 
@@ -18,6 +19,13 @@ def refuse_optimizer(optimizer: Any) -> None:
     """ConfigError unless it is an optimizer of `hpczero.optim`."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer: one of hpczero.optim, such as AdamW(lr=1e-3), is needed, not {optimizer!r}")
+
+
+def refuse_schedule(schedule: Any) -> None:
+    """ConfigError unless it is None or a schedule of `hpczero.optim.schedules`."""
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ConfigError(f"schedule: None or one of hpczero.optim.schedules, such as Cosine(steps=1000), is needed, not "
+                          f"{schedule!r}")
 
 
 def as_arrays(params: Any) -> tuple[dict[str, Array], np.dtype]:

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ from hpczero.collectives import pairwise
 from hpczero.collectives.transport import Transport
 from hpczero.errors import ConfigError, HpczeroError, MismatchError, StallError, raise_together
 from hpczero.memory import Arena
-from hpczero.optim import Optimizer
 from hpczero.optim.norms import GlobalNorm, PartialNorms, Piece, clip_coefficient, norm
+from hpczero.optim.schedules import Schedule
 from hpczero.zero.layout import Layout
+from hpczero.zero.param_groups import Grouping
 
 _log = logging.getLogger("hpczero.zero")
 
@@ -48,6 +49,8 @@ class StepReport:
     """2-norm of the averaged gradients over all parameters, before clipping."""
     clip_coef: float
     """What clipping multiplied the gradients by; 1 if it did nothing."""
+    lr: tuple[float, ...]
+    """Learning rate of each parameter group, the rest of the parameters first; empty if the step was skipped."""
     bytes_sent: dict[str, int]
     """By this rank for this step: "window" (read from neighbours' memory), "node" and "network" (messages)."""
     seconds: float
@@ -150,22 +153,23 @@ class Updater:
 
     Parameters
     ----------
-    in_shard : bool
-        Whether gradients lie in a shard vector (stages 2 and 3) or in a whole vector (stages 0 and 1).
+    in_shard, params_in_shard : bool
+        Whether gradients (stages 2 and 3) and parameters (stage 3) lie in a shard vector, or in a whole vector.
     whole : bool
         Stage 0: states of all elements, which every rank updates.
     """
 
-    def __init__(self, optimizer: Optimizer, layout: Layout, arena: Arena, transport: Transport, dtype: Any, *,
-                 in_shard: bool, whole: bool, max_norm: float):
-        self.optimizer, self.layout, self.max_norm = optimizer, layout, max_norm
+    def __init__(self, grouping: Grouping, schedule: Schedule | None, layout: Layout, arena: Arena, transport: Transport,
+                 dtype: Any, *, in_shard: bool, whole: bool, params_in_shard: bool, max_norm: float):
+        self.grouping, self.schedule, self.layout, self.max_norm = grouping, schedule, layout, max_norm
         self._transport = transport
-        rank = transport.topology.rank
+        rank, optimizer = transport.topology.rank, grouping.optimizers[0]
         self.shard_cuts = layout.shard_cuts(rank)
         count = layout.size if whole else self.shard_cuts[-1]
         self.states = {name: arena.private(count, dtype, "optimizer_states") for name in optimizer.state_names}
         for name, start in optimizer.state_starts.items():
             self.states[name][...] = start
+        self._spans = list(_spans(layout, None if whole else rank, (params_in_shard, in_shard, not whole)))
         self.step, self.skipped = 0, 0
         self._partial = PartialNorms(layout.pieces(rank, in_shard=in_shard))
         self._global = GlobalNorm(transport.topology.world.allgather(self._partial.nodes), len(layout.places))
@@ -192,10 +196,21 @@ class Updater:
             return "a gradient is not finite"
         return ""
 
-    def apply(self, params: Array, gradients: Array, state: slice, *, scale: float, lr: float | None) -> None:
-        """The optimizer on (n,) parameters and gradients whose states lie at `state`."""
-        states = tuple(array[state] for array in self.states.values())
-        self.optimizer.update(params, gradients, states, step=self.step, scale=scale, lr=lr)
+    def learning_rates(self, lr: float | None) -> tuple[float, ...]:
+        """Of each group at the current step. `lr` stands in for that of groups that have none of their own."""
+        factor = 1.0 if self.schedule is None or lr is not None else self.schedule.factor(self.step)
+        return tuple(optimizer.lr * factor if lr is None or own else lr for optimizer, own in
+                     zip(self.grouping.optimizers, self.grouping.own_lr, strict=True))
+
+    def apply(self, params: Array, gradients: Array, *, scale: float, lr: float | None) -> tuple[float, ...]:
+        """The optimizers of all groups on this rank's elements, or at stage 0 on all; the learning rates."""
+        rates, states = self.learning_rates(lr), tuple(self.states.values())
+        for group, at_params, at_gradients, at_states in self._spans:
+            self.grouping.optimizers[group].update(
+                params[at_params], gradients[at_gradients], tuple(array[at_states] for array in states),
+                step=self.step, scale=scale, lr=rates[group],
+            )
+        return rates
 
     def decide(self, gradients: Array, weight: float) -> tuple[str, float, float, float]:
         """(reason to skip or "", norm, clip coefficient, what gradients are multiplied by); counts the step."""
@@ -220,7 +235,22 @@ class Updater:
             }
             found.append({"name": names[piece.parameter], "start": piece.start, "stop": piece.stop}
                          | {part: np.array(to_host(array)) for part, array in parts.items()})
-        return {"step": self.step, "stage": stage, "pieces": found}
+        return {"step": self.step, "stage": stage, "pieces": found,
+                "schedule": None if self.schedule is None else self.schedule.to_dict()}
+
+
+def _spans(layout: Layout, rank: int | None, in_shard: tuple[bool, ...]) -> Iterator[tuple[int, ...]]:
+    """(group, slices of parameters, gradients, states) of one update each, as long as they can be."""
+    group, begins, ends = -1, (), ()
+    for run in layout.runs(rank):
+        places = tuple(run.position if sharded else run.start for sharded in in_shard)
+        if (run.group, places) != (group, ends):
+            if group >= 0:
+                yield group, *map(slice, begins, ends)
+            group, begins = run.group, places
+        ends = tuple(place + run.stop - run.start for place in places)
+    if group >= 0:
+        yield group, *map(slice, begins, ends)
 
 
 def checked_weight(weight: Any) -> float:
