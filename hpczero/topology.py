@@ -105,7 +105,8 @@ class Topology:
             self.map = _agree_on_map(self.world, self.machine, node_map)
             # A launcher may bind each rank to cores of its own: what a machine offers is all of them together.
             cores = set().union(*self.machine.allgather(os.sched_getaffinity(0)))
-            self.is_oversubscribed = self.machine.size > len(cores)
+            # The same on every rank: it decides how some calls are made.
+            self.is_oversubscribed = self.world.allreduce(self.machine.size > len(cores), MPI.LOR)
             self.rank, self.size = self.world.rank, self.world.size
             self.num_nodes = len(self.map.nodes)
             self.ranks_per_node = tuple(len(ranks) for ranks in self.map.nodes)

@@ -1,7 +1,7 @@
 """Waiting for other ranks: polling, giving way, and never for ever.
 
-Every wait for another rank ends here. A blocking MPI call would spin on the core that the awaited rank may need, and never
-notice that nobody will come.
+Every wait for another rank ends here, but for the blocking calls of `collectives.system`. Other blocking MPI calls would
+spin on the core that the awaited rank may need, and never notice that nobody will come.
 """
 
 from __future__ import annotations

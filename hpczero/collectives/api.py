@@ -131,7 +131,7 @@ def all_gather(array: Any, topology: Topology, *, algorithm: str = "adaptive", c
     shard = slice(*call.shards[topology.rank:topology.rank + 2])
     if out is not None:
         call.expect("array", array, (shard.stop - shard.start,), written=False)
-    flat = call.begin()
+    flat = call.begin(replaces=out is not None)
     if out is not None:
         copy(flat[shard], from_any(array))
     call.run(flat)
@@ -176,12 +176,13 @@ def reduce(array: Any, topology: Topology, *, root: int = 0, op: str = "sum", al
 
 
 def _made_before(array: Any, topology: Topology, op: str, algorithm: str, order: str) -> bool:
-    """The short way of an all-reduce inside a node that was made before; False if it is not that."""
+    """The short way of an all-reduce that was made before; False if there is none."""
     transport = topology.resources.get("transport")
     if transport is None or type(array) is not np.ndarray or not array.flags.carray:
         return False
-    again = transport.made.get((array.shape, array.dtype, op, algorithm, order))
-    if again is None:
+    topology.drain()      # before looking: what is in the queue may make all ranks forget
+    try:
+        again = transport.made.get((array.shape, array.dtype, op, algorithm, order))
+    except TypeError:      # no name but a list, say: the long way tells all ranks
         return False
-    topology.drain()
-    return again(array if array.ndim == 1 else array.reshape(-1))
+    return again is not None and again(array if array.ndim == 1 else array.reshape(-1))

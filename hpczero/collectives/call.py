@@ -4,7 +4,8 @@ What shapes and settings decide (the algorithm, the blocks, the rounds of messag
 the next call like it. Ranks that make the same calls keep the same decisions, whatever the layout of their arrays: a rank
 may pass a strided view where another passes a whole array.
 
-Agreement comes first, and takes one meeting (`guard.agree`). Small vectors inside a node are reduced in that very meeting.
+Agreement comes first (`guard.agree`): inside a node a meeting, over nodes two and a message between them. A call that is
+known, on vectors of one node or small ones, agrees in the meetings in which data is exchanged.
 """
 
 from __future__ import annotations
@@ -113,17 +114,24 @@ class Invocation:
         if self._error is None and not self.array.flags.c_contiguous:
             self._error = ConfigError(f"{self.operation}: a strided array has no shard that is a view; pass out=")
 
-    def begin(self, *, apart: bool = False) -> Array:
-        """The vector to work on, once all ranks have agreed; a copy if `apart`, or where the array is strided."""
+    def begin(self, *, apart: bool = False, replaces: bool = False) -> Array:
+        """The vector to work on; a copy if `apart`, or where the array is strided.
+
+        All ranks have agreed, or will in the first meeting of the call: until then nothing of the caller's may change, so
+        where the vector is in `out`, or `replaces` what is there, it is a copy then.
+        """
         known = self.transport.decisions.get(self._key) if self._error is None else None
         if known is None or not known.agrees:
             agree(self.transport, self.what, self._error, known and known.mark)
         self.decision = known or self._decide()
+        agrees_later, source = known is not None and known.agrees, self.array
         if self._given_out is not None:
-            copy(self._out, self.array)
+            if not agrees_later:
+                copy(self._out, source)
             self.array = self._out
-        if apart or not self.array.flags.c_contiguous:
-            return namespace(self.array).ascontiguousarray(self.array).reshape(-1).copy()
+        self._is_copy = not self.array.flags.c_contiguous or agrees_later and (replaces or self._given_out is not None)
+        if apart or self._is_copy:
+            return namespace(source).ascontiguousarray(source).reshape(-1).copy()
         return self.array.reshape(-1)
 
     def run(self, flat: Array) -> None:
@@ -150,7 +158,7 @@ class Invocation:
 
     def finish(self, flat: Array) -> Array:
         """The result in the caller's array, or in `out`."""
-        if not self.array.flags.c_contiguous:
+        if self._is_copy:
             copy(self.array, flat.reshape(self.array.shape))
         return self._original if self._given_out is None else self._given_out
 
@@ -240,7 +248,9 @@ class Invocation:
         offsets, rounds = self.shards, None
         if small.goes_over_nodes(facts, name):
             is_small, offsets = True, algorithms.even_offsets(self.count, len(nodes.nodes))
-            rounds = resolve(hierarchical.among_leaders(self.topology.rank, nodes), offsets, self.topology.rank, nodes)
+            if len(nodes.nodes) > 2:
+                steps = hierarchical.among_leaders(self.topology.rank, nodes)
+                rounds = resolve(steps, offsets, self.topology.rank, nodes)
         elif in_memory and self.operation == "all_reduce":
             offsets = algorithms.even_offsets(self.count, hierarchical.even(nodes).num_blocks)
         elif not (in_memory or name in ("window", "system")):
@@ -278,7 +288,7 @@ def again(transport: Transport, decision: Decision, op: str, dtype: np.dtype) ->
         add = transport.slots.adder(dtype, reduction.code(op), mark)
 
     def run(flat: np.ndarray) -> bool:
-        if shared and not decision.small and flat.ctypes.data in shared:
+        if shared and (not decision.small or topology.num_nodes > 1) and flat.ctypes.data in shared:
             return False
         if decision.small:
             if not (transport.reduce_in_node(flat, add, mark, what) if topology.num_nodes == 1

@@ -1,9 +1,9 @@
 """Ranks that disagree about a call find out before it starts, all of them, with the odd one named.
 
-Before payload moves, the ranks compare a digest of what they are about to do: operation, size, dtype, order, algorithm,
-and how many calls they have made. Inside a node they compare in shared memory, in a microsecond or a few; then one rank of
-each node compares with those of the others, and tells its node, in shared memory again. A rank whose arguments are wrong
-takes part too, so that its error reaches everyone instead of leaving the others to wait for it.
+Before payload moves, the ranks compare a digest of what they are about to do: operation, size, dtype, order, algorithm.
+Inside a node they compare in shared memory, in a microsecond or a few; then one rank of each node compares with those of the
+others, and tells its node, in shared memory again. A rank whose arguments are wrong takes part too, so that its error
+reaches everyone instead of leaving the others to wait for it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from hpczero.errors import MismatchError, gather_texts, raise_together
 def fingerprint(call: str) -> int:
     """A number that stands for a description of a call; the same in every process, and never `FAILED` or a barrier's."""
     return int.from_bytes(blake2b(call.encode(), digest_size=8).digest(), "little", signed=True) | 2
+
+
+class LeftError(MismatchError):
+    """All ranks are in the same call, of which one has been in part of before."""
 
 
 def agree(transport: Transport, call: str, error: Exception | None = None, mark: int | None = None) -> None:
@@ -81,6 +85,9 @@ def explain(transport: Transport, call: str, error: Exception | None) -> None:
     calls = gather_texts(world, call, transport.timeout_s)
     usual = Counter(calls).most_common(1)[0][0]
     odd = [rank for rank, other in enumerate(calls) if other != usual]
+    if not odd:
+        raise LeftError(f"{call}: a rank left such a call with an exception before it was complete, and has come to it "
+                        "again; the next one works")
     raise MismatchError(f"rank {odd[0]} of {world.size} calls {calls[odd[0]]}; {world.size - len(odd)} other "
                         f"rank{'s' if world.size - len(odd) > 1 else ''}: {usual}"
                         + (f" (ranks that differ from it: {odd})" if len(odd) > 1 else ""))

@@ -23,11 +23,10 @@ or leaves, each node.
 
 Where a node's memory is shared, only the `across_` parts send anything; see `window`.
 
-**Leaders.** One rank speaks for its node: binomial trees inside, and pairwise exchange (all-reduce; of two nodes, one
-exchange of the whole) or a binomial tree (broadcast, reduce) between the leaders. The same bytes per card, all from one
-rank, but only few messages: for small vectors on nodes of many ranks. 2 ceil(lg l) (alpha + n beta) + 2 (alpha' + (m - 1) /
-m n beta'). Canonical order, for every node map and root. In host memory a vector that fits into the slots of a node needs
-no messages inside (`small`).
+**Leaders.** One rank speaks for its node: binomial trees inside, and pairwise exchange (all-reduce) or a binomial tree
+(broadcast, reduce) between the leaders. The same bytes per card, all from one rank, but only few messages: for small
+vectors on nodes of many ranks. 2 ceil(lg l) (alpha + n beta) + 2 (alpha' + (m - 1) / m n beta'). Canonical order, for
+every node map and root. In host memory a vector that fits into the slots of a node needs no messages inside (`small`).
 
 All-gather among 3, node map 0 0 1, a shard each:
 
@@ -193,12 +192,8 @@ def leader_all_reduce(rank: int, nodes: NodeMap) -> Iterator[Step]:
 
 
 def among_leaders(rank: int, nodes: NodeMap) -> Iterator[Step]:
-    """The leaders end with all blocks, one per node, summed over the leaders.
-
-    Two exchange whole vectors, which costs as many bytes as halves there and back, and a message less.
-    """
-    schedule = butterfly.all_reduce if len(nodes.nodes) == 2 else pairwise.all_reduce
-    yield from _among_leaders(rank, nodes, 0, schedule)
+    """The leaders end with all blocks, one per node, summed over the leaders."""
+    yield from _among_leaders(rank, nodes, 0, pairwise.all_reduce)
 
 
 def leader_broadcast(rank: int, nodes: NodeMap, root: int = 0) -> Iterator[Step]:

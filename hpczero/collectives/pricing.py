@@ -290,8 +290,6 @@ class _Formulas:
             return inside_up + float(ends.max()) + inside_down
         nbytes = self.nbytes / self.m
         between = 2 * (self.m - 1) * self._network(nbytes, 1) + self.gamma_s * (self.m - 1) * nbytes
-        if self.m == 2:
-            between = self._network(self.nbytes, 1) + self.gamma_s * self.nbytes
         return inside_up + between + inside_down
 
     def _double_tree(self, operation: str) -> float:

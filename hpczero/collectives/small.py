@@ -68,7 +68,12 @@ def _total(transport: Transport, decision: Decision, op: str, total: Array, tag:
         verdict, arrived = compared(transport, mark, tag, what, total.view(np.uint8))
         if verdict == mark:
             transport.bytes_sent["network"] += total.nbytes
-            reduction.combine(total, arrived[:total.nbytes].view(total.dtype), op)
+            other = arrived[:total.nbytes].view(total.dtype)
+            # In the order of the nodes on both: of two NaN the first is kept.
+            first, second = (total, other) if topology.node_index == 0 else (other, total)
+            reduction.combine(first, second, op)
+            if first is other:
+                total[:] = other
         return verdict
     verdict, _ = compared(transport, mark, tag, what)
     if verdict == mark:

@@ -9,7 +9,8 @@ read and n written to add, L n read and written to take the sums. Vectors of up 
 (`small`), and arrays of `topology.empty` need not be left anywhere (`window`).
 
 Longer vectors pass in pieces. Pieces take the two halves of the rows in turn, so that a rank may leave the next one while
-others still read the last: it leaves another one in the same half only after a meeting to which they came later.
+others still read the last: it leaves another one in the same half only after a meeting to which they came later. Whose turn
+it is belongs to the mark of the first meeting: a rank that left a call with an exception, half-way, is found out.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from typing import NamedTuple
 import numpy as np
 
 from hpczero.collectives import reduction
-from hpczero.collectives.guard import explain
+from hpczero.collectives.guard import LeftError, explain
 from hpczero.collectives.order import balanced
 from hpczero.collectives.transport import Transport
+from hpczero.errors import RoomError
 from hpczero.memory import NodeRows, node_rows
 from hpczero.topology import Topology
 
-PIECE_BYTES, NODE_BYTES = 8 * 2**20, 32 * 2**20
-"""What one half of a row holds, and one half of all rows of a node, at most: with 64 MiB in all they fit into the /dev/shm
-that containers have. Short pieces are slow, as their lines go back and forth between caches while they are still dirty: 64
-MiB took 17 ms on two ranks in pieces of 8 MiB, 26 in pieces of 4, 14 in pieces of 16."""
+PIECE_BYTES, NODE_BYTES = 8 * 2**20, 28 * 2**20
+"""What one half of a row holds, and one half of all rows of a node, at most: with 56 MiB in all, and the slots, they fit into
+the 64 MiB of /dev/shm that containers have. Short pieces are slow, as their lines go back and forth between caches while
+they are still dirty: 64 MiB took 17 ms on two ranks in pieces of 8 MiB, 26 in pieces of 4, 14 in pieces of 16."""
 
 
 class Stripes:
@@ -106,7 +108,7 @@ class Stripes:
         me, size, fold = self._topology.rank, self._topology.size, self._fold(flat.dtype, op)
         for piece in self._met(flat, shards, mark, what, lambda piece: piece.leave_all_but(me)):
             lo, hi = piece.ranges[me]
-            place, mine = piece.places[me], flat[lo:hi]
+            place, mine = piece.base + piece.places[me], flat[lo:hi]
             fold(piece.rows, place, me, mine, piece.rows[me, place:place + hi - lo] if into_row else mine)
             self._transport.bytes_sent["window"] += (size - 1) * mine.nbytes
             yield piece
@@ -118,8 +120,12 @@ class Stripes:
             leave(piece)
             if number:
                 self._transport.node_barrier(what)
-            elif not self._transport.meet(mark, what):
-                explain(self._transport, what, None)
+            elif not self._transport.meet(mark ^ (self._turn & 1) << 2, what):
+                try:
+                    explain(self._transport, what, None)
+                except LeftError:      # on all ranks
+                    self._turn = 0
+                    raise
             self._turn += 1      # all have come, so of all alike
             yield piece
 
@@ -129,28 +135,29 @@ class Stripes:
         largest = max(hi - lo for lo, hi in ranges)
         most = min(PIECE_BYTES, NODE_BYTES // self._topology.size)
         step = max(1, min(largest, most // (len(ranges) * itemsize)))
-        self._grow(min(flat.nbytes, len(ranges) * step * itemsize))
+        self._grow(min(flat.nbytes, len(ranges) * step * itemsize), most)
+        rows = self._rows.all.view(flat.dtype)
+        half = self._rows.mine.nbytes // 2 // itemsize
         for start in range(0, max(1, largest), step):
-            rows = self._half().view(flat.dtype)
+            base = half * (self._turn & 1)
             if step >= largest:
-                yield _Piece(flat, rows, ranges, shards, self._topology.rank)
+                yield _Piece(flat, rows, base, ranges, shards, self._topology.rank)
             else:
                 part = [(min(lo + start, hi), min(lo + start + step, hi)) for lo, hi in ranges]
-                yield _Piece(flat, rows, part, list(accumulate((hi - lo for lo, hi in part), initial=0)),
+                yield _Piece(flat, rows, base, part, list(accumulate((hi - lo for lo, hi in part), initial=0)),
                              self._topology.rank)
 
-    def _half(self) -> np.ndarray:
-        half = self._rows.mine.size // 2
-        begin = half * (self._turn & 1)
-        return self._rows.all[:, begin:begin + half]
-
-    def _grow(self, nbytes: int) -> None:
-        """Halves of a power of two. What grows is new to this rank and so to all, which have agreed on it: collective."""
-        wanted = 2 * max(4096, 1 << max(0, nbytes - 1).bit_length())
+    def _grow(self, nbytes: int, most: int) -> None:
+        """To halves of a power of two, up to `most`. Collective: all ranks have agreed on a call that is new to them."""
+        wanted = 2 * max(4096, nbytes, min(1 << max(0, nbytes - 1).bit_length(), most) // 4096 * 4096)
         if self._rows is None or self._rows.mine.nbytes < wanted:
-            if self._rows is not None:
-                self._rows.close()
-            self._rows = node_rows(self._topology, wanted, np.dtype(np.uint8))
+            self.close()
+            try:
+                self._rows = node_rows(self._topology, wanted, np.dtype(np.uint8))
+            except RoomError:      # on all ranks, for which the call is to be new again
+                self._transport.decisions.clear()
+                self._transport.made.clear()
+                raise
 
     def _fold(self, dtype: np.dtype, op: str) -> Callable:
         size = self._topology.size
@@ -164,24 +171,26 @@ class _Piece(NamedTuple):
 
     flat: np.ndarray
     rows: np.ndarray
-    """(ranks, n): half of every row."""
+    """(ranks, n), C-contiguous: kernels are slower on other layouts."""
+    base: int
+    """Where its half of the rows begins."""
     ranges: Sequence[tuple[int, int]]
     """Elements of `flat`, by stripe."""
     places: Sequence[int]
-    """Where they lie in a row."""
+    """Where they lie, from `base` on."""
     me: int
 
     def leave(self, stripe: int) -> None:
         """This rank's elements of a stripe, in its row."""
-        (lo, hi), place = self.ranges[stripe], self.places[stripe]
+        (lo, hi), place = self.ranges[stripe], self.base + self.places[stripe]
         self.rows[self.me, place:place + hi - lo] = self.flat[lo:hi]
 
     def leave_all_but(self, stripe: int) -> None:
         """Every stripe but one."""
         if self.places[-1] == self.flat.size:      # the whole vector, as it lies
             lo, hi = self.ranges[stripe]
-            self.rows[self.me, :lo] = self.flat[:lo]
-            self.rows[self.me, hi:self.flat.size] = self.flat[hi:]
+            self.rows[self.me, self.base:self.base + lo] = self.flat[:lo]
+            self.rows[self.me, self.base + hi:self.base + self.flat.size] = self.flat[hi:]
             return
         for other in range(len(self.ranges)):
             if other != stripe:
@@ -189,6 +198,6 @@ class _Piece(NamedTuple):
 
     def take(self, rank: int, stripe: int) -> int:
         """A stripe from the row of a rank; its bytes."""
-        (lo, hi), place = self.ranges[stripe], self.places[stripe]
+        (lo, hi), place = self.ranges[stripe], self.base + self.places[stripe]
         self.flat[lo:hi] = self.rows[rank, place:place + hi - lo]
         return (hi - lo) * self.flat.itemsize

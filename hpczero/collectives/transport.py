@@ -137,6 +137,7 @@ class Transport:
                 self._until(departures.go_on, what)
             except StallError:
                 abandon([*landing.requests, *departures.requests, *read])
+                self._scratch.clear()      # what was asked for may yet arrive there
                 raise
 
     def reads(self, flat: Array) -> bool:

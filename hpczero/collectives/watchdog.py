@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 
 from mpi4py import MPI
@@ -43,6 +44,9 @@ class Watchdog:
         self._may_call_mpi = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._watched: tuple[str, float, int] | None = None      # the call, when it began, in which thread
         self._closed = threading.Event()
+        # What it looks at is freed when MPI ends, which deletes this attribute first.
+        self._keyval = MPI.Comm.Create_keyval(delete_fn=_ends(weakref.ref(self)))
+        MPI.COMM_SELF.Set_attr(self._keyval, None)
         self._thread = threading.Thread(target=self._run, name="hpczero watchdog", daemon=True)
         self._thread.start()
 
@@ -55,12 +59,19 @@ class Watchdog:
         self._watched = None
 
     def close(self) -> None:
+        if not MPI.Is_finalized():
+            MPI.COMM_SELF.Delete_attr(self._keyval)
+            self._keyval = MPI.Comm.Free_keyval(self._keyval)
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the thread."""
         self._closed.set()
         self._thread.join()
 
     def _run(self) -> None:
         reported = None
-        while not self._closed.wait(LOOK_S):
+        while not self._closed.wait(LOOK_S) and not MPI.Is_finalized():
             if self._asked():
                 _log.warning("%s: others wait for it, and it is here:\n%s", self._where, self._stacks())
             if (watched := self._watched) is None:
@@ -72,7 +83,8 @@ class Watchdog:
                 self._end_job(what, waited_s)
             elif waited_s > report_s and watched is not reported:
                 reported = watched
-                place = "".join(traceback.format_stack(sys._current_frames()[thread])[-12:])
+                frame = sys._current_frames().get(thread)      # it may have come out, and ended, just now
+                place = "".join(traceback.format_stack(frame)[-12:]) if frame else ""
                 _log.warning("%s, and the job ends at %.0f s\n%s", self._told(what, waited_s), timeout_s, place)
 
     def _stacks(self) -> str:
@@ -89,3 +101,11 @@ class Watchdog:
         if self._may_call_mpi:
             self._world.Abort(1)
         os._exit(1)      # the launcher ends the others
+
+
+def _ends(watchdog: weakref.ref[Watchdog]) -> Callable[..., None]:
+    def end(comm: MPI.Comm, keyval: int, value: object) -> None:
+        if (found := watchdog()) is not None:
+            found.stop()
+
+    return end

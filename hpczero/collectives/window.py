@@ -98,7 +98,7 @@ def all_reduce(rows: NodeRows, cut: Cut, transport: Transport, op: str, what: st
     count, itemsize = rows.mine.size, rows.mine.itemsize
     step = max(1, count if transport.topology.num_nodes == 1 else piece_bytes(cut.num_blocks) // itemsize)
     for lo in range(0, count, step):
-        piece = rows.part(lo, min(lo + step, count))
+        piece = rows if step >= count else rows.part(lo, min(lo + step, count))
         offsets = even_offsets(piece.mine.size, cut.num_blocks)
         reduce_scatter(piece, offsets, transport, op, what, cut=cut, between=between)
         all_gather(piece, offsets, transport, piece.mine, what, cut=cut, between=between)

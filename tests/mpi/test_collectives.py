@@ -384,12 +384,19 @@ def test_more_calls_than_tags_never_run_out_of_tags(comm):
 
 
 def test_vectors_larger_than_the_shared_rows_go_in_pieces(comm, monkeypatch):
-    from hpczero.collectives import stripes, window
+    from hpczero.collectives import slots, stripes, window
 
-    monkeypatch.setattr(window, "STAGING_BYTES", 4096)
-    monkeypatch.setattr(stripes, "PIECE_BYTES", 4096)
+    for module, name in ((window, "STAGING_BYTES"), (stripes, "PIECE_BYTES"), (window, "BLOCK_BYTES"), (window, "LEAST_BYTES")):
+        monkeypatch.setattr(module, name, 4096)
+    monkeypatch.setattr(slots, "ROWS_BYTES", 0)
     for node_map in ([0] * comm.size, [rank % 2 for rank in range(comm.size)]):
         with Topology(comm, node_map) as topology:
+            shared = topology.empty(20000, np.float64)
+            for _ in range(2):
+                shared[:] = whole_numbers(comm.rank, 20000, np.float64)
+                all_reduce(shared, topology, algorithm="hierarchical")
+                total = everyones(comm, 20000, np.float64).sum(0)
+                check_everywhere(comm, np.array_equal(shared, total), f"{node_map}: shared")
             for count, turn in itertools.product((5003, 1024, 3, 20000), range(2)):
                 mine, total = whole_numbers(comm.rank, count, np.float64), everyones(comm, count, np.float64).sum(0)
                 shard, last = shard_slice(count, comm.rank, comm.size), comm.size - 1

@@ -133,3 +133,77 @@ def test_a_closed_topology_is_named_as_what_is_wrong(comm):
         all_reduce(array, topology, blocking=False)
     with pytest.raises((ConfigError, HpczeroError)):
         reduce_scatter(array, topology)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_leaves_a_call_half_way_costs_one_more_error_and_no_wrong_sum(comm, monkeypatch):
+    class Interrupted(Exception):
+        pass
+
+    with Topology(comm, [0] * comm.size) as topology:
+        array = np.full(300000, 1.0 + comm.rank)
+        for _ in range(3):
+            all_reduce(array.copy(), topology, algorithm="window")
+        transport = Transport.of(topology)
+        comm.Barrier()
+        if comm.rank == 0:      # has raised its flag, and leaves before it sees the others
+            monkeypatch.setattr(transport, "_settle", lambda *_: (_ for _ in ()).throw(Interrupted()))
+            meet = transport.slots.meet
+            monkeypatch.setattr(transport.slots, "meet", lambda mark, *, fresh: 0 * meet(mark, fresh=fresh))
+            with pytest.raises(Interrupted):
+                all_reduce(array.copy(), topology, algorithm="window")
+            monkeypatch.undo()
+        outcomes = []
+        for _ in range(4):
+            try:
+                outcomes.append(float(all_reduce(array.copy(), topology, algorithm="window")[0]))
+            except MismatchError:
+                outcomes.append("mismatch")
+        right = float(sum(range(1, comm.size + 1)))
+        check_everywhere(comm, set(outcomes) <= {right, "mismatch"} and outcomes[-1] == right, f"{outcomes}")
+
+
+def test_room_that_is_missing_once_is_asked_for_again(comm, monkeypatch):
+    from hpczero.collectives import stripes
+    from hpczero.errors import RoomError
+
+    with Topology(comm, [0] * comm.size) as topology:
+        make = stripes.node_rows
+        all_reduce(np.ones(200000), topology, algorithm="window")
+        monkeypatch.setattr(stripes, "node_rows", lambda *_: (_ for _ in ()).throw(RoomError("no room")))
+        with pytest.raises(RoomError):
+            all_reduce(np.ones(400000), topology, algorithm="window")
+        monkeypatch.setattr(stripes, "node_rows", make)
+        for count in (400000, 200000, 400000):
+            result = all_reduce(np.ones(count), topology, algorithm="window")
+            check_everywhere(comm, (result == comm.size).all(), f"{count}: {result[:3]}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_names_that_cannot_be_looked_up_and_outs_of_calls_that_mismatch(comm):
+    with Topology(comm, [0] * comm.size) as topology:
+        for count in (50, 300000):
+            kept = np.ones(count)
+            all_reduce(kept, topology)
+            with pytest.raises(ConfigError, match="op="):
+                all_reduce(np.ones(count), topology, op=["sum"] if comm.rank == 0 else "sum")
+            out = np.full(count, -7.0)
+            all_reduce(np.ones(count + 1), topology)
+            with pytest.raises(MismatchError):
+                all_reduce(np.ones(count + (comm.rank == 0)), topology,
+                           out=np.full(count + (comm.rank == 0), -7.0) if comm.rank == 0 else out)
+            check_everywhere(comm, (out == -7).all(), f"{out[:3]}")
+            result = all_reduce(np.ones(count), topology, out=out)
+            check_everywhere(comm, result is out and (out == comm.size).all(), f"{out[:3]}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_two_nodes_add_has_the_same_bits_on_both_also_where_both_have_a_nan(comm):
+    array = np.zeros(16, np.float32)
+    array.view(np.uint32)[:] = 0x7FC00000 + comm.rank
+    array.view(np.uint32)[8:] |= 0x80000000 * (comm.rank % 2)
+    for algorithm, count in (("leader", 16), ("hierarchical", 16), ("leader", 160000)):
+        with Topology(comm, [rank * 2 // comm.size for rank in range(comm.size)]) as topology:
+            result = all_reduce(np.tile(array, count // 16), topology, algorithm=algorithm)
+            held = comm.allgather(result.tobytes())
+            check_everywhere(comm, held == [held[0]] * comm.size, algorithm)
