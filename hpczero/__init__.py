@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same 
     from hpczero.zero.config import ZeroConfig
     from hpczero.zero.engine import Zero3Engine
     from hpczero.zero.optimizer import StepReport, ZeroOptimizer
+    from hpczero.zero.param_groups import ParamGroup
 
 # The only place where the version is written: pyproject.toml reads it from here. Asking the installed metadata for it
 # could only give the same, or the version of another copy than the one that runs (a source tree on PYTHONPATH).
@@ -51,14 +52,15 @@ _HOMES = {
     "hpczero.zero.config": ("ZeroConfig",),
     "hpczero.zero.engine": ("Zero3Engine",),
     "hpczero.zero.optimizer": ("StepReport", "ZeroOptimizer"),
+    "hpczero.zero.param_groups": ("ParamGroup",),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "SGD", "Adagrad", "Adam", "AdamW", "ConfigError", "DataError", "DeviceError", "HierarchicalAggregator",
-    "HierarchicalConfig", "HpczeroError", "Lion", "MismatchError", "Model", "NoCommunicatorError", "RoomError", "Settings",
-    "Size", "StallError", "StepReport", "Topology", "WorldSizeMismatchError", "Zero3Engine", "ZeroConfig", "ZeroOptimizer",
-    "__version__", "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter",
+    "HierarchicalConfig", "HpczeroError", "Lion", "MismatchError", "Model", "NoCommunicatorError", "ParamGroup",
+    "RoomError", "Settings", "Size", "StallError", "StepReport", "Topology", "WorldSizeMismatchError", "Zero3Engine",
+    "ZeroConfig", "ZeroOptimizer", "__version__", "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter",
 ]  # fmt: skip
 
 

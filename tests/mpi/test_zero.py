@@ -15,6 +15,7 @@ from hpczero.topology import Topology
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.engine import Zero3Engine
 from hpczero.zero.optimizer import ZeroOptimizer
+from hpczero.zero.param_groups import ParamGroup
 
 SHAPES = {"scalar": (), "none": (0,), "empty": (0, 4), "one": (1,), "five": (5,), "matrix": (37, 11), "long": (3001,)}
 STAGES = (0, 1, 2, 3)
@@ -61,12 +62,14 @@ class Source:
 class Stage3:
     """The engine behind the methods of ZeroOptimizer that these tests use."""
 
-    def __init__(self, params, optimizer, topology, config):
+    def __init__(self, params, optimizer, topology, config, groups=(), schedule=None):
         self._source = Source()
         self._params = params
         layers = [(name, OneParameter(value.shape, self._source, name)) for name, value in params.items()]
         full = {f"{name}.w": value for name, value in params.items()}
-        self.engine = Zero3Engine(layers, full, optimizer, topology, config)
+        groups = [ParamGroup(lambda name, shape, group=group: group.fits(name[:-2], shape), **group.settings)
+                  for group in groups]
+        self.engine = Zero3Engine(layers, full, optimizer, topology, config, groups=groups, schedule=schedule)
 
     @property
     def params(self):
@@ -91,9 +94,9 @@ class Stage3:
         return getattr(self.engine, name)
 
 
-def build(stage, params, optimizer, topology, **settings):
+def build(stage, params, optimizer, topology, groups=(), schedule=None, **settings):
     config = ZeroConfig(stage=stage, **settings)
-    return (Stage3 if stage == 3 else ZeroOptimizer)(params, optimizer, topology, config)
+    return (Stage3 if stage == 3 else ZeroOptimizer)(params, optimizer, topology, config, groups=groups, schedule=schedule)
 
 
 def trained(stage, topology, optimizer, *, steps=4, shapes=SHAPES, dtype=np.float32, weights=None, **settings):
