@@ -16,7 +16,7 @@ PAGES = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
 
 # What running a page on two ranks prints, among other things.
 PRINTED = {
-    "library.md": ["11 elements", "10 elements", "(1e-05, 1e-05, 3e-06)"],
+    "library.md": ["11 elements", "10 elements", "(1e-05, 1e-05, 5e-06)"],
     "aggregator.md": [
         '"w" is float64 (4, 3) on the host on rank 1; float64 (3, 4) on the host on rank 0',
         "num_nodes=16, devices_per_node=8, and the communicator has 2 ranks on one node",
