@@ -22,6 +22,10 @@ class ZeroConfig(Settings):
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     """Gradients are scaled down to this 2-norm over all parameters; 0 leaves them as they are."""
 
+    max_consecutive_skips: Annotated[int, Field(ge=0)] = 25
+    """So many steps in a row may be skipped because gradients are not finite; one more is an error on all ranks, since a run
+    that skips every step looks healthy and trains nothing. 0 allows none."""
+
     share_parameters: bool | Literal["auto"] = "auto"
     """One read-only copy of the parameters per node, in shared memory, instead of one per rank. "auto": on a host at
     stages 1 to 3, never at stage 0 (where every rank writes every element) nor on a device."""

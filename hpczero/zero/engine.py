@@ -150,14 +150,14 @@ class Zero3Engine(PartitionedTraining):
             error = wrong
         with self._meter:
             self._meet(0.0, error, STEP, lr)
-            reason, grad_norm, coefficient, scale = self._updater.decide(self._slots.shards, self._rounds.weight)
+            weight = self._rounds.weight
+            self._restart()
+            decision = self._updater.decide(self._slots.shards, weight)
         rates: tuple[float, ...] = ()
-        if not reason:
-            rates = self._updater.apply(self._shards, self._slots.shards, scale=scale, lr=lr)
+        if not decision.reason:
+            rates = self._updater.apply(self._shards, self._slots.shards, scale=decision.scale, lr=lr)
             self._held = None
-        self._restart()
-        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, rates, self._meter.read(),
-                          time.perf_counter() - start)
+        return self._report(decision, rates, start)
 
     def full_parameters(self) -> dict[str, np.ndarray]:
         """Host copies of all parameters, in the order of their names. Gathers layer by layer."""
@@ -203,8 +203,8 @@ class Zero3Engine(PartitionedTraining):
 
     def _allocate(self) -> None:
         layout, arena = self.layout, self._arena
-        self._updater = Updater(self._grouping, self._schedule, layout, arena, self._transport, self.dtype, in_shard=True,
-                                whole=False, params_in_shard=True, max_norm=self.config.gradient_clipping)
+        self._updater = Updater(self._grouping, self._schedule, layout, arena, self._transport, self.dtype, self.config,
+                                in_shard=True, whole=False, params_in_shard=True)
         self._shards = arena.private(self._updater.shard_cuts[-1], self.dtype, "parameters")
         self._layer_buffer = parameter_buffer(arena, layout.largest_bucket, self.dtype, "buffers", shared=self.shared)
         self._slots = GradientSlots(arena, layout, self.dtype, self._transport)

@@ -13,6 +13,7 @@ what `topology` keeps, one duplicated communicator is held, for the meetings.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -31,7 +32,7 @@ from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import PURPOSES, Layout, formula_bytes
 from hpczero.zero.param_groups import ParamGroup, grouped
 from hpczero.zero.placement import as_arrays, device_of, refuse_optimizer, refuse_schedule, shares
-from hpczero.zero.step import ACCUMULATE, Meter, Rounds, Updater
+from hpczero.zero.step import ACCUMULATE, Decision, Meter, Rounds, StepReport, Updater
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -177,6 +178,14 @@ class PartitionedTraining(ABC):
         if self._slots is not None:
             self._slots.restart()
         self._rounds.restart()
+
+    def _report(self, decision: Decision, rates: tuple[float, ...], start: float) -> StepReport:
+        """Of a step that began at `start` by the clock of `time.perf_counter`. HpczeroError, on all ranks, if it was one
+        too many to be skipped."""
+        if decision.end:
+            raise HpczeroError(decision.end)
+        return StepReport(self._updater.step, not decision.reason, decision.reason, decision.non_finite, decision.grad_norm,
+                          decision.clip_coef, rates, self._meter.read(), time.perf_counter() - start)
 
     def _refuse_closed(self) -> None:
         if self._closed:

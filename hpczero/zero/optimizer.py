@@ -153,7 +153,7 @@ class ZeroOptimizer(PartitionedTraining):
         """Averages what was accumulated over all samples of all ranks, and updates the parameters.
 
         Skipped, on every rank and without a trace in parameters and states, if a gradient is not finite or no rank had
-        samples; the report says so.
+        samples; the report says so, and after too many in a row (`max_consecutive_skips`) an HpczeroError on every rank.
 
         Parameters
         ----------
@@ -171,14 +171,13 @@ class ZeroOptimizer(PartitionedTraining):
         with self._meter:
             self._meet(1.0 if by_hand else 0.0, error, STEP, lr)
             gradients = self._reduced(by_hand)
-            reason, grad_norm, coefficient, scale = self._updater.decide(gradients, self._rounds.weight)
             rates: tuple[float, ...] = ()
-            if not reason:
-                rates = self._updater.apply(flat_of(self._parameters), gradients, scale=scale, lr=lr)
+            decision = self._updater.decide(gradients, self._rounds.weight)
+            if not decision.reason:
+                rates = self._updater.apply(flat_of(self._parameters), gradients, scale=decision.scale, lr=lr)
                 self._publish()
             self._reopen()
-        return StepReport(self._updater.step, not reason, reason, grad_norm, coefficient, rates, self._meter.read(),
-                          time.perf_counter() - start)
+        return self._report(decision, rates, start)
 
     def full_parameters(self) -> dict[str, np.ndarray]:
         """Host copies of all parameters, in the order of their names."""
@@ -226,9 +225,8 @@ class ZeroOptimizer(PartitionedTraining):
         else:
             self._gradients = gradient_rows(arena, layout.size, self.dtype, "gradients")
             self._gradient_views = views(flat_of(self._gradients), layout, list(layout.places))
-        self._updater = Updater(self._grouping, self._schedule, layout, arena, self._transport, self.dtype,
-                                in_shard=stage == 2, whole=stage == 0, params_in_shard=False,
-                                max_norm=self.config.gradient_clipping)
+        self._updater = Updater(self._grouping, self._schedule, layout, arena, self._transport, self.dtype, self.config,
+                                in_shard=stage == 2, whole=stage == 0, params_in_shard=False)
 
     def _start_from(self, arrays: Mapping[str, Array]) -> None:
         flat = flat_of(self._parameters)

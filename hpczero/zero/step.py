@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -25,6 +25,7 @@ from hpczero.errors import ConfigError, HpczeroError, MismatchError, StallError,
 from hpczero.memory import Arena
 from hpczero.optim.norms import GlobalNorm, PartialNorms, Piece, clip_coefficient, norm
 from hpczero.optim.schedules import Schedule
+from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import Layout
 from hpczero.zero.param_groups import Grouping
 
@@ -45,6 +46,8 @@ class StepReport:
     applied: bool
     reason: str
     """Why the step was skipped; empty if it was applied."""
+    non_finite: tuple[str, ...]
+    """Names of the parameters whose gradients hold a NaN or an infinity, in the order of names."""
     grad_norm: float
     """2-norm of the averaged gradients over all parameters, before clipping."""
     clip_coef: float
@@ -60,6 +63,20 @@ class StepReport:
     def clipped_norm(self) -> float:
         """2-norm of the gradients as they were applied."""
         return self.grad_norm * self.clip_coef
+
+
+class Decision(NamedTuple):
+    """What `Updater.decide` says."""
+
+    reason: str
+    """To skip the step; empty if it is applied."""
+    non_finite: tuple[str, ...]
+    grad_norm: float
+    clip_coef: float
+    scale: float
+    """What summed gradients are multiplied by: the mean over samples, and clipping."""
+    end: str
+    """Why training cannot go on, for an error on all ranks; mostly empty."""
 
 
 class Rounds:
@@ -160,8 +177,8 @@ class Updater:
     """
 
     def __init__(self, grouping: Grouping, schedule: Schedule | None, layout: Layout, arena: Arena, transport: Transport,
-                 dtype: Any, *, in_shard: bool, whole: bool, params_in_shard: bool, max_norm: float):
-        self.grouping, self.schedule, self.layout, self.max_norm = grouping, schedule, layout, max_norm
+                 dtype: Any, config: ZeroConfig, *, in_shard: bool, whole: bool, params_in_shard: bool):
+        self.grouping, self.schedule, self.layout, self.config = grouping, schedule, layout, config
         self._transport = transport
         rank, optimizer = transport.topology.rank, grouping.optimizers[0]
         self.shard_cuts = layout.shard_cuts(rank)
@@ -170,7 +187,7 @@ class Updater:
         for name, start in optimizer.state_starts.items():
             self.states[name][...] = start
         self._spans = list(_spans(layout, None if whole else rank, (params_in_shard, in_shard, not whole)))
-        self.step, self.skipped = 0, 0
+        self.step, self.skipped, self._in_a_row = 0, 0, 0
         self._partial = PartialNorms(layout.pieces(rank, in_shard=in_shard))
         self._global = GlobalNorm(transport.topology.world.allgather(self._partial.nodes), len(layout.places))
         self._offsets = [0, *np.cumsum(self._global.counts).tolist()]
@@ -179,22 +196,18 @@ class Updater:
     def scratch_bytes(self) -> int:
         return self._partial.nbytes + 8 * self._offsets[-1]
 
-    def grad_norm(self, gradients: Array, weight: float) -> float:
-        """The norm of the averaged gradients over all ranks' shards; the same bits on every rank, at every stage."""
+    def grad_norm(self, gradients: Array, weight: float) -> tuple[float, tuple[str, ...]]:
+        """The norm of the averaged gradients over all ranks' shards, the same bits on every rank, at every stage; and the
+        names of the parameters where it is not finite."""
         rank = self._transport.topology.rank
         squares = np.zeros(self._offsets[-1])
         squares[self._offsets[rank]:self._offsets[rank + 1]] = self._partial.squares(gradients)
         size = self._transport.topology.size
         self._transport.execute(pairwise.all_gather(rank, size), squares, self._offsets, what="gradient norm")
-        return norm(self._global.by_parameter(squares)) / weight
-
-    def verdict(self, grad_norm: float, weight: float) -> str:
-        """Why this step must not be applied, or nothing. The same on every rank, since its inputs are."""
-        if weight == 0:
-            return "no rank had a sample"
-        if not math.isfinite(grad_norm):
-            return "a gradient is not finite"
-        return ""
+        by_parameter = self._global.by_parameter(squares)
+        names = sorted(self.layout.places)
+        non_finite = tuple(names[index] for index in np.flatnonzero(~np.isfinite(by_parameter)))
+        return norm(by_parameter) / weight, non_finite
 
     def learning_rates(self, lr: float | None) -> tuple[float, ...]:
         """Of each group at the current step. `lr` stands in for that of groups that have none of their own."""
@@ -212,18 +225,24 @@ class Updater:
             )
         return rates
 
-    def decide(self, gradients: Array, weight: float) -> tuple[str, float, float, float]:
-        """(reason to skip or "", norm, clip coefficient, what gradients are multiplied by); counts the step."""
-        grad_norm = self.grad_norm(gradients, weight) if weight else math.nan
-        reason = self.verdict(grad_norm, weight)
-        if reason:
-            self.skipped += 1
-            if self._transport.topology.rank == 0:
-                _log.warning("step %d skipped (%d so far): %s", self.step + self.skipped, self.skipped, reason)
-            return reason, grad_norm, 1.0, 0.0
-        self.step += 1
-        coefficient = clip_coefficient(grad_norm, self.max_norm)
-        return "", grad_norm, coefficient, coefficient / weight
+    def decide(self, gradients: Array, weight: float) -> Decision:
+        """Whether the step is applied, and how; counts it. The same on every rank, since all that it depends on is."""
+        grad_norm, non_finite = self.grad_norm(gradients, weight) if weight else (math.nan, ())
+        if weight and math.isfinite(grad_norm):
+            self.step, self._in_a_row = self.step + 1, 0
+            coefficient = clip_coefficient(grad_norm, self.config.gradient_clipping)
+            return Decision("", (), grad_norm, coefficient, coefficient / weight, "")
+        self.skipped += 1
+        self._in_a_row += bool(weight)
+        shown = ", ".join(non_finite[:5]) + (f" and {len(non_finite) - 5} more" if len(non_finite) > 5 else "")
+        reason = f"a gradient is not finite: {shown or 'its norm overflows'}" if weight else "no rank had a sample"
+        end = ""
+        if self._in_a_row > self.config.max_consecutive_skips:
+            end = (f"{self._in_a_row} steps in a row were skipped ({reason}), and max_consecutive_skips="
+                   f"{self.config.max_consecutive_skips}: parameters and states are as they were before them")
+        if self._transport.topology.rank == 0:
+            _log.warning("step %d skipped (%d so far): %s", self.step + self.skipped, self.skipped, reason)
+        return Decision(reason, non_finite, grad_norm, 1.0, 0.0, end)
 
     def state_dict(self, stage: int, pieces: Iterable[tuple[Piece, Array, int, int]]) -> dict[str, Any]:
         """Copies of the pieces this rank owns: (piece, vector of parameters, place in it, place in the states) each."""

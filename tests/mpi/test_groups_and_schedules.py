@@ -8,7 +8,7 @@ import pytest
 from agreement import check_everywhere
 from test_zero import SHAPES, STAGES, build, gradients_of, node_maps, same_bits, values
 
-from hpczero.errors import ConfigError, MismatchError
+from hpczero.errors import ConfigError, HpczeroError, MismatchError
 from hpczero.optim import SGD, AdamW, Lion
 from hpczero.optim.schedules import WSD, Cosine, Linear
 from hpczero.topology import Topology
@@ -88,6 +88,36 @@ def test_a_skipped_step_does_not_advance_the_schedule(comm, stage):
         check_everywhere(comm, rates == [(0.2,), (), (0.4,), (0.6000000000000001,), (0.8,)]
                          or np.allclose([rate[0] for rate in rates if rate], [0.2, 0.4, 0.6, 0.8]), f"{rates}")
         check_everywhere(comm, state["step"] == 4 and state["schedule"]["name"] == "linear", f"{state['schedule']}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_not_finite_are_named_and_too_many_skips_in_a_row_end_the_run(comm, stage):
+    with Topology(comm) as topology:
+        zero = build(stage, values(SHAPES, 0), AdamW(lr=0.1), topology, max_consecutive_skips=2)
+
+        def step(*bad):
+            gradients = gradients_of(zero.params, comm.rank, np.float32)
+            for name in bad if comm.rank == comm.size - 1 else ():
+                gradients[name] = np.full(SHAPES[name], np.inf, np.float32)
+            zero.accumulate(gradients)
+            return zero.step()
+
+        suffix = ".w" if stage == 3 else ""
+        first = step("matrix", "five")
+        named = tuple(name + suffix for name in ("five", "matrix"))
+        check_everywhere(comm, not first.applied and first.non_finite == named and "five" in first.reason, f"{first}")
+        check_everywhere(comm, step("long").non_finite == ("long" + suffix,), "the second")
+        good = step()
+        check_everywhere(comm, good.applied and good.non_finite == () and good.step == 1, f"{good}")
+        before = zero.full_parameters()
+        step("one")
+        step("one")
+        for turn in range(2):      # it stays an error
+            with pytest.raises(HpczeroError, match=f"{3 + turn} steps in a row were skipped .*one.*max_consecutive_skips=2"):
+                step("one")
+        check_everywhere(comm, same_bits(before, zero.full_parameters()), "parameters moved")
+        check_everywhere(comm, step().applied, "a good step after it")
+        zero.close()
 
 
 def test_a_learning_rate_given_for_a_step_leaves_groups_with_their_own(comm):
