@@ -20,7 +20,10 @@ class ZeroConfig(Settings):
     holds two of them. A layer is a bucket at stage 3."""
 
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
-    """Gradients are scaled down to this 2-norm over all parameters; 0 leaves them as they are."""
+    """Gradients are scaled down to this norm over all parameters; 0 leaves them as they are."""
+
+    gradient_clipping_norm: Literal[1, 2, "inf"] = 2
+    """Which norm: the sum of absolute values, the root of the sum of squares, or the largest absolute value."""
 
     max_consecutive_skips: Annotated[int, Field(ge=0)] = 25
     """So many steps in a row may be skipped because gradients are not finite; one more is an error on all ranks, since a run

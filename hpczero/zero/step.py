@@ -23,7 +23,7 @@ from hpczero.collectives import pairwise
 from hpczero.collectives.transport import Transport
 from hpczero.errors import ConfigError, HpczeroError, MismatchError, StallError, raise_together
 from hpczero.memory import Arena
-from hpczero.optim.norms import GlobalNorm, PartialNorms, Piece, clip_coefficient, norm
+from hpczero.optim.norms import NORMS, GlobalNorm, PartialNorms, Piece, clip_coefficient, norm
 from hpczero.optim.schedules import Schedule
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import Layout
@@ -49,7 +49,7 @@ class StepReport:
     non_finite: tuple[str, ...]
     """Names of the parameters whose gradients hold a NaN or an infinity, in the order of names."""
     grad_norm: float
-    """2-norm of the averaged gradients over all parameters, before clipping."""
+    """Norm of the averaged gradients over all parameters, before clipping: the one that clipping goes by."""
     clip_coef: float
     """What clipping multiplied the gradients by; 1 if it did nothing."""
     lr: tuple[float, ...]
@@ -61,7 +61,7 @@ class StepReport:
 
     @property
     def clipped_norm(self) -> float:
-        """2-norm of the gradients as they were applied."""
+        """Norm of the gradients as they were applied."""
         return self.grad_norm * self.clip_coef
 
 
@@ -188,8 +188,9 @@ class Updater:
             self.states[name][...] = start
         self._spans = list(_spans(layout, None if whole else rank, (params_in_shard, in_shard, not whole)))
         self.step, self.skipped, self._in_a_row = 0, 0, 0
-        self._partial = PartialNorms(layout.pieces(rank, in_shard=in_shard))
-        self._global = GlobalNorm(transport.topology.world.allgather(self._partial.nodes), len(layout.places))
+        self._norm = NORMS[config.gradient_clipping_norm]
+        self._partial = PartialNorms(layout.pieces(rank, in_shard=in_shard), self._norm)
+        self._global = GlobalNorm(transport.topology.world.allgather(self._partial.nodes), len(layout.places), self._norm)
         self._offsets = [0, *np.cumsum(self._global.counts).tolist()]
 
     @property
@@ -200,14 +201,14 @@ class Updater:
         """The norm of the averaged gradients over all ranks' shards, the same bits on every rank, at every stage; and the
         names of the parameters where it is not finite."""
         rank = self._transport.topology.rank
-        squares = np.zeros(self._offsets[-1])
-        squares[self._offsets[rank]:self._offsets[rank + 1]] = self._partial.squares(gradients)
+        sums = np.zeros(self._offsets[-1])
+        sums[self._offsets[rank]:self._offsets[rank + 1]] = self._partial.sums(gradients)
         size = self._transport.topology.size
-        self._transport.execute(pairwise.all_gather(rank, size), squares, self._offsets, what="gradient norm")
-        by_parameter = self._global.by_parameter(squares)
+        self._transport.execute(pairwise.all_gather(rank, size), sums, self._offsets, what="gradient norm")
+        by_parameter = self._global.by_parameter(sums)
         names = sorted(self.layout.places)
         non_finite = tuple(names[index] for index in np.flatnonzero(~np.isfinite(by_parameter)))
-        return norm(by_parameter) / weight, non_finite
+        return norm(by_parameter, self._norm) / weight, non_finite
 
     def learning_rates(self, lr: float | None) -> tuple[float, ...]:
         """Of each group at the current step. `lr` stands in for that of groups that have none of their own."""

@@ -120,6 +120,28 @@ def test_gradients_that_are_not_finite_are_named_and_too_many_skips_in_a_row_end
         zero.close()
 
 
+@pytest.mark.parametrize("which", [1, 2, "inf"])
+def test_clipping_goes_by_the_norm_that_was_asked_for(comm, which):
+    mean = {name: sum(gradients_of(values(SHAPES, 0, np.float64), rank, np.float64)[name] for rank in range(comm.size))
+            / comm.size for name in SHAPES}
+    whole = np.concatenate([value.reshape(-1) for value in mean.values()])
+    expected = np.linalg.norm(whole, np.inf if which == "inf" else which)
+    results = []
+    with Topology(comm) as topology:
+        for stage in STAGES:
+            zero = build(stage, values(SHAPES, 0, np.float64), SGD(lr=1.0), topology, gradient_clipping=expected / 4,
+                         gradient_clipping_norm=which)
+            before = zero.full_parameters()
+            zero.accumulate(gradients_of({name: before[name] for name in SHAPES}, comm.rank, np.float64))
+            report, after = zero.step(), zero.full_parameters()
+            zero.close()
+            close = all(np.allclose(before[name] - after[name], mean[name] / 4, atol=1e-12) for name in SHAPES)
+            check_everywhere(comm, close and np.isclose(report.grad_norm, expected) and np.isclose(report.clip_coef, 0.25),
+                             f"stage {stage}: {report}")
+            results.append((after, report.grad_norm))
+    check_everywhere(comm, all(same_bits(after, results[0][0]) and norm == results[0][1] for after, norm in results), "bits")
+
+
 def test_a_learning_rate_given_for_a_step_leaves_groups_with_their_own(comm):
     with Topology(comm) as topology:
         zero = build(1, values(SHAPES, 0), SGD(lr=1.0), topology, groups=[ParamGroup("five", lr=0.25)],

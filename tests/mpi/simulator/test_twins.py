@@ -113,14 +113,17 @@ def test_optimizers(optimizer, dtype):
     assert not np.array_equal(on_cpu[0], start)
 
 
+@pytest.mark.parametrize("kind", norms.NORMS.values(), ids=norms.NORMS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_squares(dtype):
+def test_sums_of_norms(dtype, kind):
     vector = np.random.default_rng(3).standard_normal(160).astype(dtype)
     pieces = [norms.Piece(0, 16, 77, 0), norms.Piece(2, 0, 1, 61), norms.Piece(3, 0, 98, 62)]
-    on_cpu = norms.PartialNorms(pieces).squares(vector)
-    on_gpu = norms.PartialNorms(pieces).squares(devicedouble.asarray(vector))
+    on_cpu = norms.PartialNorms(pieces, kind).sums(vector)
+    on_gpu = norms.PartialNorms(pieces, kind).sums(devicedouble.asarray(vector))
     assert on_cpu.tobytes() == on_gpu.tobytes()
-    assert np.isclose(on_cpu.sum(), (vector.astype(np.float64) ** 2).sum())
+    used = np.abs(vector[:160].astype(np.float64))
+    expected = {norms.ONE: used.sum(), norms.TWO: (used**2).sum(), norms.MOST: used.max()}[kind]
+    assert np.isclose(on_cpu.max() if kind == norms.MOST else on_cpu.sum(), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -136,7 +139,7 @@ def test_scaled(cpu, gpu, dtype):
 
 TESTED = {
     reduce.combine_cuda, reduce.divide_cuda, half.combine_cuda, half.divide_cuda, loops.write_scaled_cuda,
-    loops.add_scaled_cuda, norms.squares_cuda, adamw.adamw_cuda, adamw.adamw_amsgrad_cuda, adam.adam_cuda,
+    loops.add_scaled_cuda, norms.sums_cuda, adamw.adamw_cuda, adamw.adamw_amsgrad_cuda, adam.adam_cuda,
     adam.adam_amsgrad_cuda, adagrad.adagrad_cuda, lion.lion_cuda, sgd.sgd_cuda, sgd.momentum_cuda,
 }
 
