@@ -274,6 +274,13 @@ class Zero3Engine(PartitionedTraining):
                 raise ConfigError(f"layer {name!r} gave a gradient of {short!r}, which is none of its parameters")
             put(places[full].reshape(-1), checked_gradient(full, gradient, places[full].shape), weight, add=False)
 
+    def _parts(self) -> dict[str, tuple[Array, bool]]:
+        return {"parameter": (self._shards, True)} | {name: (array, True) for name, array in self._updater.states.items()}
+
+    def _written_from_outside(self, part: str) -> None:
+        self._held = None      # what the layer buffer holds is no longer so
+        self._transport.node_barrier("set_full")
+
     def _my_cuts(self, index: int) -> tuple[int, int]:
         """Where this rank's shard lies in the layer buffer."""
         start, rank = self.layout.buckets[index].start, self.topology.rank

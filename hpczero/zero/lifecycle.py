@@ -27,6 +27,7 @@ from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.optim.schedules import Schedule
 from hpczero.topology import Topology, as_topology, refuse_finalised
+from hpczero.zero.access import PARAMETER, Access
 from hpczero.zero.buffers import GradientSlots
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import PURPOSES, Layout, formula_bytes
@@ -35,6 +36,7 @@ from hpczero.zero.placement import as_arrays, device_of, refuse_optimizer, refus
 from hpczero.zero.step import ACCUMULATE, Decision, Meter, Rounds, StepReport, Updater
 
 if TYPE_CHECKING:
+    import numpy as np
     from mpi4py import MPI
 
 
@@ -119,6 +121,38 @@ class PartitionedTraining(ABC):
         return formula_bytes(self.layout, stage=self.stage, itemsize=self.dtype.itemsize,
                              num_states=len(self._updater.states), ranks_per_node=self.topology.node.size,
                              num_nodes=self.topology.num_nodes, shared=self.shared)
+
+    def get_full(self, names: Sequence[str] | None = None, part: str = PARAMETER) -> dict[str, np.ndarray]:
+        """Host copies of whole arrays by name, the same bits on all ranks, put together in one exchange.
+
+        Called by every rank with the same arguments: `names` (all parameters if not given), and `part`, "parameter" or a
+        state of the optimizer, such as "exp_avg".
+        """
+        self._refuse_closed()
+        access = Access(self.layout, self.topology, self._parts())
+        return access.get(list(self.layout.places) if names is None else names, part)
+
+    def set_full(self, values: Mapping[str, Any], part: str = PARAMETER) -> None:
+        """Parameters, or a state of the optimizer, become these whole arrays, which every rank passes alike.
+
+        Raises
+        ------
+        ConfigError
+            An unknown name or part, a wrong shape; on every rank.
+        MismatchError
+            The arrays differ between ranks.
+        """
+        self._refuse_closed()
+        Access(self.layout, self.topology, self._parts()).set(values, part)
+        self._written_from_outside(part)
+
+    @abstractmethod
+    def _parts(self) -> dict[str, tuple[Array, bool]]:
+        """What `get_full` can be asked for; see `access.Access`."""
+
+    @abstractmethod
+    def _written_from_outside(self, part: str) -> None:
+        """Brings what owners have just been given to where it is used."""
 
     def close(self) -> None:
         """Frees the buffers, collectively; arrays handed out before must not be used any more."""

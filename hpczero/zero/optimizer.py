@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpczero.arrays import Array, to_host
-from hpczero.collectives import exchange
+from hpczero.collectives import exchange, pairwise
 from hpczero.collectives.exchange import flat_of
 from hpczero.device import Device
 from hpczero.errors import ConfigError
@@ -325,6 +325,21 @@ class ZeroOptimizer(PartitionedTraining):
         if self.stage == 0:
             exchange.all_gather(self._gradients, cuts, self._transport, "gradients")
         return flat
+
+    def _parts(self) -> dict[str, tuple[Array, bool]]:
+        states = {name: (array, self.stage > 0) for name, array in self._updater.states.items()}
+        return {"parameter": (flat_of(self._parameters), False)} | states
+
+    def _written_from_outside(self, part: str) -> None:
+        # At stage 0 every rank holds everything, but has written only what it would own.
+        if self.stage == 0:
+            cuts = [self.layout.cuts(bucket) for bucket in range(len(self.layout.buckets))]
+            for offsets in cuts:
+                steps = pairwise.all_gather(self.topology.rank, self.topology.size)
+                self._transport.execute(steps, self._parts()[part][0], offsets, what=f"set_full of {part}")
+        elif part == "parameter":
+            self._publish()
+            self._transport.node_barrier("set_full")
 
     def _publish(self) -> None:
         """Updated shards become visible to all; within a node that shares parameters a barrier is all it takes."""
