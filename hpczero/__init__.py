@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same 
         WorldSizeMismatchError,
     )
     from hpczero.models import Model
-    from hpczero.optim import SGD, Adagrad, Adam, AdamW, Lion
+    from hpczero.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion
     from hpczero.settings import Settings, Size
     from hpczero.topology import Topology
     from hpczero.zero.config import ZeroConfig
@@ -46,7 +46,7 @@ _HOMES = {
         "StallError", "WorldSizeMismatchError",
     ),
     "hpczero.models": ("Model",),
-    "hpczero.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion"),
+    "hpczero.optim": ("LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Lion"),
     "hpczero.settings": ("Settings", "Size"),
     "hpczero.topology": ("Topology",),
     "hpczero.zero.config": ("ZeroConfig",),
@@ -57,7 +57,7 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "SGD", "Adagrad", "Adam", "AdamW", "ConfigError", "DataError", "DeviceError", "HierarchicalAggregator",
+    "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "ConfigError", "DataError", "DeviceError", "HierarchicalAggregator",
     "HierarchicalConfig", "HpczeroError", "Lion", "MismatchError", "Model", "NoCommunicatorError", "ParamGroup",
     "RoomError", "Settings", "Size", "StallError", "StepReport", "Topology", "WorldSizeMismatchError", "Zero3Engine",
     "ZeroConfig", "ZeroOptimizer", "__version__", "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpczero.optim import SGD, Adagrad, Adam, AdamW, Lion
+from hpczero.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion
 
 
 def update(optimizer, p, g, state, step):
@@ -48,4 +48,13 @@ def _lion(optimizer, p, g, state, step):
     return p - optimizer.lr * (direction + optimizer.weight_decay * p)
 
 
-_RULES = {Adam: _adam, AdamW: _adam, SGD: _sgd, Adagrad: _adagrad, Lion: _lion}
+def _lamb(optimizer, p, g, state, step):
+    beta1, beta2 = optimizer.betas
+    m = state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
+    v = state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * g**2
+    r = m / (1 - beta1**step) / (np.sqrt(v / (1 - beta2**step)) + optimizer.eps) + optimizer.weight_decay * p
+    length, norm = np.linalg.norm(p), np.linalg.norm(r)
+    return p - optimizer.lr * (length / norm if length > 0 and norm > 0 else 1.0) * r
+
+
+_RULES = {LAMB: _lamb, Adam: _adam, AdamW: _adam, SGD: _sgd, Adagrad: _adagrad, Lion: _lion}

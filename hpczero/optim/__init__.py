@@ -10,7 +10,9 @@ An optimizer here has
   counts from 1; `scale` multiplies the gradients, so that averaging and clipping cost no pass of their own; `lr` takes the
   place of the optimizer's own for this step.
 
-An element's new value depends on that element alone, so any partition of the parameters gives the same bits.
+An element's new value depends on that element alone, so any partition of the parameters gives the same bits. Where whole
+tensors count too (`by_tensor`), `update` leaves directions in place of the gradients, and `move` takes the step once the
+norms of whole tensors are known: see `lamb`.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from __future__ import annotations
 from hpczero.optim.adagrad import Adagrad
 from hpczero.optim.adam import Adam
 from hpczero.optim.adamw import AdamW
+from hpczero.optim.lamb import LAMB
 from hpczero.optim.lion import Lion
 from hpczero.optim.sgd import SGD
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer"]
+__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer"]
 
-Optimizer = Adagrad | Adam | AdamW | Lion | SGD
+Optimizer = LAMB | Adagrad | Adam | AdamW | Lion | SGD

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from hpczero.collectives import pairwise
 from hpczero.collectives.transport import Transport
 from hpczero.errors import ConfigError, HpczeroError, MismatchError, StallError, raise_together
 from hpczero.memory import Arena
-from hpczero.optim.norms import NORMS, GlobalNorm, PartialNorms, Piece, clip_coefficient, norm
+from hpczero.optim.lamb import LAMB, trust
+from hpczero.optim.norms import NORMS, TWO, GlobalNorm, PartialNorms, Piece, clip_coefficient, norm
 from hpczero.optim.schedules import Schedule
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import Layout
@@ -165,6 +166,61 @@ class Meter:
         return found
 
 
+class SharedSums:
+    """Sums over whole parameters, of vectors of which every rank has its pieces; the same bits for any partition.
+
+    Made by every rank, in the same order.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], num_parameters: int, transport: Transport, kind: int):
+        self._transport, self._partial = transport, PartialNorms(pieces, kind)
+        self._global = GlobalNorm(transport.topology.world.allgather(self._partial.nodes), num_parameters, kind)
+        self._offsets = [0, *np.cumsum(self._global.counts).tolist()]
+
+    @property
+    def nbytes(self) -> int:
+        return self._partial.nbytes + 8 * self._offsets[-1]
+
+    def by_parameter(self, vector: Array, what: str) -> np.ndarray:
+        """(num_parameters,) float64, in the order of names. Called by every rank: one small all-gather."""
+        rank, size = self._transport.topology.rank, self._transport.topology.size
+        sums = np.zeros(self._offsets[-1])
+        sums[self._offsets[rank]:self._offsets[rank + 1]] = self._partial.sums(vector)
+        self._transport.execute(pairwise.all_gather(rank, size), sums, self._offsets, what=what)
+        return self._global.by_parameter(sums)
+
+
+class ByTensor:
+    """The second half of a step whose length depends on norms of whole tensors."""
+
+    def __init__(self, layout: Layout, transport: Transport, in_shard: tuple[bool, bool], whole: bool):
+        rank = transport.topology.rank
+        at_params, at_directions = (layout.pieces(rank, in_shard=sharded) for sharded in in_shard)
+        self._weights = SharedSums(at_params, len(layout.places), transport, TWO)
+        self._directions = SharedSums(at_directions, len(layout.places), transport, TWO)
+        names = sorted(layout.places)
+        self._groups = np.array([layout.places[name].group for name in names], np.int64)
+        if whole:
+            rows = [(number, layout.places[name].offset, layout.places[name].offset, layout.places[name].size)
+                    for number, name in enumerate(names)]
+        else:
+            rows = [(here.parameter, here.position, there.position, here.stop - here.start)
+                    for here, there in zip(at_params, at_directions, strict=True)]
+        table = np.array(rows, np.int64).reshape(-1, 4)
+        self._parameters, self._table = table[:, 0], np.ascontiguousarray(table[:, 1:])
+
+    @property
+    def nbytes(self) -> int:
+        return self._weights.nbytes + self._directions.nbytes + self._table.nbytes
+
+    def move(self, optimizer: LAMB, params: Array, directions: Array, rates: Sequence[float]) -> None:
+        """Takes the step. Called by every rank."""
+        ratios = trust(self._weights.by_parameter(params, "norms of parameters"),
+                       self._directions.by_parameter(directions, "norms of directions"))
+        lengths = np.array(rates)[self._groups] * ratios
+        optimizer.move(params, directions, self._table, lengths[self._parameters])
+
+
 class Updater:
     """Optimizer state of this rank's shards, and what brings gradients into the parameters.
 
@@ -189,23 +245,19 @@ class Updater:
         self._spans = list(_spans(layout, None if whole else rank, (params_in_shard, in_shard, not whole)))
         self.step, self.skipped, self._in_a_row = 0, 0, 0
         self._norm = NORMS[config.gradient_clipping_norm]
-        self._partial = PartialNorms(layout.pieces(rank, in_shard=in_shard), self._norm)
-        self._global = GlobalNorm(transport.topology.world.allgather(self._partial.nodes), len(layout.places), self._norm)
-        self._offsets = [0, *np.cumsum(self._global.counts).tolist()]
+        pieces = layout.pieces(rank, in_shard=in_shard)
+        self._gradients = SharedSums(pieces, len(layout.places), transport, self._norm)
+        self._by_tensor = ByTensor(layout, transport, (params_in_shard, in_shard), whole) \
+            if getattr(optimizer, "by_tensor", False) else None
 
     @property
     def scratch_bytes(self) -> int:
-        return self._partial.nbytes + 8 * self._offsets[-1]
+        return self._gradients.nbytes + (self._by_tensor.nbytes if self._by_tensor else 0)
 
     def grad_norm(self, gradients: Array, weight: float) -> tuple[float, tuple[str, ...]]:
         """The norm of the averaged gradients over all ranks' shards, the same bits on every rank, at every stage; and the
         names of the parameters where it is not finite."""
-        rank = self._transport.topology.rank
-        sums = np.zeros(self._offsets[-1])
-        sums[self._offsets[rank]:self._offsets[rank + 1]] = self._partial.sums(gradients)
-        size = self._transport.topology.size
-        self._transport.execute(pairwise.all_gather(rank, size), sums, self._offsets, what="gradient norm")
-        by_parameter = self._global.by_parameter(sums)
+        by_parameter = self._gradients.by_parameter(gradients, "gradient norm")
         names = sorted(self.layout.places)
         non_finite = tuple(names[index] for index in np.flatnonzero(~np.isfinite(by_parameter)))
         return norm(by_parameter, self._norm) / weight, non_finite
@@ -224,6 +276,8 @@ class Updater:
                 params[at_params], gradients[at_gradients], tuple(array[at_states] for array in states),
                 step=self.step, scale=scale, lr=rates[group],
             )
+        if self._by_tensor is not None:
+            self._by_tensor.move(self.grouping.optimizers[0], params, gradients, rates)
         return rates
 
     def decide(self, gradients: Array, weight: float) -> Decision:

@@ -9,7 +9,7 @@ from agreement import check_everywhere
 from test_zero import SHAPES, STAGES, build, gradients_of, node_maps, same_bits, values
 
 from hpczero.errors import ConfigError, HpczeroError, MismatchError
-from hpczero.optim import SGD, AdamW, Lion
+from hpczero.optim import LAMB, SGD, AdamW, Lion
 from hpczero.optim.schedules import WSD, Cosine, Linear
 from hpczero.topology import Topology
 from hpczero.zero.param_groups import ParamGroup, grouped, vectors
@@ -46,7 +46,8 @@ def reference(size, optimizer, groups, schedule, steps=5):
     return params
 
 
-@pytest.mark.parametrize("optimizer", [AdamW(lr=0.01, weight_decay=0.1), Lion(lr=0.01, weight_decay=0.1)], ids=repr)
+@pytest.mark.parametrize("optimizer", [AdamW(lr=0.01, weight_decay=0.1), Lion(lr=0.01, weight_decay=0.1),
+                                       LAMB(lr=0.01, weight_decay=0.1)], ids=repr)
 def test_all_stages_and_buckets_give_the_same_bits_and_agree_with_the_reference(comm, optimizer):
     expected = reference(comm.size, optimizer, GROUPS, SCHEDULE)
     for node_map in node_maps(comm.size)[:2]:

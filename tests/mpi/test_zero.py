@@ -10,7 +10,7 @@ import pytest
 from agreement import check_everywhere
 
 from hpczero.errors import ConfigError, HpczeroError, MismatchError
-from hpczero.optim import SGD, Adagrad, Adam, AdamW, Lion
+from hpczero.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion
 from hpczero.topology import Topology
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.engine import Zero3Engine
@@ -135,7 +135,8 @@ def same_bits(one, other):
 OPTIMIZERS = [AdamW(lr=0.01, weight_decay=0.1), SGD(lr=0.05), SGD(lr=0.05, momentum=0.9, weight_decay=0.01),
               SGD(lr=0.05, momentum=0.9, nesterov=True), AdamW(lr=0.01, amsgrad=True), Adam(lr=0.01, weight_decay=0.1),
               Adam(lr=0.01, amsgrad=True), Lion(lr=0.01, weight_decay=0.1),
-              Adagrad(lr=0.05, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.5)]
+              Adagrad(lr=0.05, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.5),
+              LAMB(lr=0.01, weight_decay=0.1)]
 
 
 BUCKETS_AND_SHARING = ({}, {"reduce_bucket_size": "1 elements"}, {"reduce_bucket_size": "600 elements"},

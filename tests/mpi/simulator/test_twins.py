@@ -13,7 +13,7 @@ import pytest
 import hpczero
 from hpczero import arrays
 from hpczero.kernels import half, loops, reduce
-from hpczero.optim import SGD, Adagrad, Adam, AdamW, Lion, adagrad, adam, adamw, lion, norms, sgd
+from hpczero.optim import SGD, Adagrad, Adam, AdamW, Lion, adagrad, adam, adamw, lamb, lion, norms, sgd
 
 # The simulator computes with NumPy's scalars, which warn of overflow and NaN; here they are meant.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in scalar:RuntimeWarning")
@@ -137,10 +137,30 @@ def test_scaled(cpu, gpu, dtype):
     assert not same_bits(on_cpu[0], inputs[0])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_lamb(dtype):
+    rng = np.random.default_rng(11)
+    p, g = rng.standard_normal((2, 100)).astype(dtype)
+    table, lengths = np.array([[90, 0, 7], [3, 10, 0], [5, 20, 61], [0, 99, 1]]), np.array([0.5, 9.0, -0.25, 1 / 3])
+    optimizer, results = lamb.LAMB(weight_decay=0.1), []
+    for on in (np.asarray, devicedouble.asarray):
+        held = [on(p.copy()), on(g.copy()), on(np.zeros(100, dtype)), on(np.zeros(100, dtype))]
+        optimizer.update(held[0], held[1], tuple(held[2:]), step=3, scale=0.3)
+        optimizer.move(held[0], held[1], table, lengths)
+        optimizer.move(held[0], held[1], table[:0], lengths[:0])
+        results.append([arrays.to_host(array) for array in held])
+    assert all(map(same_bits, *results))
+    moved = np.flatnonzero(results[0][0] != p)
+    assert set(moved) == {0, *range(5, 66), *range(90, 97)}
+    r = results[0][1]
+    assert results[0][0][0] == p[0] - dtype(1 / 3) * r[99] and results[0][0][90] == p[90] - dtype(0.5) * r[0]
+
+
 TESTED = {
     reduce.combine_cuda, reduce.divide_cuda, half.combine_cuda, half.divide_cuda, loops.write_scaled_cuda,
     loops.add_scaled_cuda, norms.sums_cuda, adamw.adamw_cuda, adamw.adamw_amsgrad_cuda, adam.adam_cuda,
-    adam.adam_amsgrad_cuda, adagrad.adagrad_cuda, lion.lion_cuda, sgd.sgd_cuda, sgd.momentum_cuda,
+    adam.adam_amsgrad_cuda, adagrad.adagrad_cuda, lion.lion_cuda, lamb.direction_cuda,
+    lamb.move_cuda, sgd.sgd_cuda, sgd.momentum_cuda,
 }
 
 
