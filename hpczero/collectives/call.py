@@ -154,7 +154,7 @@ class Invocation:
             settings = self.array.shape, flat.dtype, self.op, self._asked, self.order
             simple = decision.agrees or decision.rounds is not None or decision.algorithm == "system"
             if simple and self.rows is None and not is_device(flat) and settings not in self.transport.made:
-                self.transport.made[settings] = again(self.transport, decision, self.op, flat.dtype)
+                self.transport.made[settings] = again(self.transport, decision, self.op, flat)
 
     def finish(self, flat: Array) -> Array:
         """The result in the caller's array, or in `out`."""
@@ -242,7 +242,8 @@ class Invocation:
     def _decide(self) -> Decision:
         """The algorithm, from facts that all ranks have agreed on, and what follows from it."""
         facts, nodes = self._facts, self.topology.map
-        name = choose(facts, self._asked, self._costs())
+        costs = self._costs()
+        name = choose(facts, self._asked, costs, 1.0 if costs is None else costs.tie(facts))
         is_small = name == "window" and self._fits_into_slots(facts.nbytes)
         in_memory = not facts.on_device and self.operation in IN_MEMORY and name.startswith("hierarchical")
         offsets, rounds = self.shards, None
@@ -279,13 +280,16 @@ class Invocation:
         return costs if costs.cover(facts) else None
 
 
-def again(transport: Transport, decision: Decision, op: str, dtype: np.dtype) -> Callable[[np.ndarray], bool]:
-    """An all-reduce that is known, by one of the simple ways, ready to be made again on private host memory; see
-    `Transport.made`. It meets the other ranks as often as the long way does, since some of them may take that."""
+def again(transport: Transport, decision: Decision, op: str, like: np.ndarray) -> Callable[[np.ndarray], bool]:
+    """An all-reduce that is known, by one of the simple ways, ready to be made again on private host memory of the size and
+    type of `like`; see `Transport.made`.
+
+    It meets the other ranks as often as the long way does, since some of them may take that.
+    """
     topology, mark, what = transport.topology, decision.mark, decision.what
     shared, size = topology.shared_arrays, topology.size
     if decision.small and topology.num_nodes == 1:
-        add = transport.slots.adder(dtype, reduction.code(op), mark)
+        add = transport.slots.adder(like.dtype, reduction.code(op), mark, like.nbytes)
 
     def run(flat: np.ndarray) -> bool:
         if shared and (not decision.small or topology.num_nodes > 1) and flat.ctypes.data in shared:

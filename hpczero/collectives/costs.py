@@ -41,6 +41,9 @@ DOUBT = 1.3
 """What was measured here is preferred to what is only predicted, unless the prediction is clearly better: the prices of a
 ring were seen to be off by so much where a network carries the first bytes after a pause faster."""
 
+TIE = 1.1
+"""Measurements of a second are no better than this."""
+
 Basis = Literal["tuned", "measured", "predicted", "unknown"]
 
 
@@ -101,6 +104,10 @@ class Costs:
         measured = self._measured_sizes(call)
         return bool(measured) and call.nbytes <= 2 * max(measured)
 
+    def tie(self, call: Call) -> float:
+        """How much longer than the cheapest another may take and count as equal."""
+        return 1.0 if self.table and self.table.algorithms(call.operation, _buffers(call)) else TIE
+
     def __call__(self, call: Call, algorithm: str) -> float:
         return self.estimate(call, algorithm).seconds
 
@@ -125,7 +132,7 @@ class Costs:
         return Estimate(algorithm, float("inf"), "unknown")
 
     def estimates(self, call: Call) -> list[Estimate]:
-        """All that can serve a call, the cheapest first: what `choose` takes is the first."""
+        """All that can serve a call, the cheapest first: `choose` takes the first, or one that is nearly as cheap."""
         return sorted((self.estimate(call, name) for name in candidates(call)), key=lambda found: found.seconds)
 
     def _measured_sizes(self, call: Call) -> list[int]:
@@ -156,8 +163,8 @@ class Costs:
         able = candidates(call)
         priced = [name for name in able if self.estimate(call, name).basis == "predicted"]
         cheapest = sorted(priced, key=lambda name: self(call, name))[:2]
-        # In host memory these two use less than their messages, which is what their prices count.
-        in_memory = ("hierarchical", "leader")
+        # In host memory of several nodes these two use less than their messages, which is what their prices count.
+        in_memory = ("hierarchical", "leader") if len(call.nodes.nodes) > 1 else ()
         return [name for name in able if name in cheapest or name not in priced or name in in_memory]
 
     def _correction(self, call: Call) -> float:

@@ -61,7 +61,7 @@ def explain(topology: Topology, operation: str, nbytes: int, *, dtype: Any = np.
     source = f"by the table of {costs.table.made}" if costs.table else "by a measurement made now; `tune` stores a better one"
     if not costs.cover(call):
         source = "by a rule, as the measurement made now ended far below this size; `tune` goes on"
-    taken = choose(call, costs=costs if costs.cover(call) else None)
+    taken = choose(call, costs=costs if costs.cover(call) else None, tie=costs.tie(call))
     return Explanation(operation, nbytes, str(dtype), order, taken, source, estimates, cannot)
 
 

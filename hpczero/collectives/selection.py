@@ -8,7 +8,7 @@ besides the ranks:
 - `"world"`: nothing, not even the nodes: the canonical tree over all ranks.
 
 `choose` depends on facts that all ranks share, so that all take the same. What it knows of costs comes in as a function;
-without one a rule stands in, whose threshold was measured on two cores: below 256 KiB rounds cost more than bytes.
+without one, or where it makes no difference, a rule stands in, whose thresholds were measured on two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ORDERS = ("any", "canonical", "world")
 ALGORITHMS = {operation: (*names, "window", "system") for operation, names in SCHEDULES.items()}
 """The algorithms of each operation, beside "adaptive"."""
 
-SMALL_BYTES = 256 * 2**10
+SMALL_BYTES, LARGE_BYTES = 256 * 2**10, 24 * 2**20
 MOVES_ONLY = ("all_gather", "broadcast")
 """Operations that add nothing: every algorithm keeps every order."""
 
@@ -52,8 +52,10 @@ Costs = Callable[[Call, str], float]
 """costs(call, algorithm): seconds that it is expected to take; infinite where nothing is known."""
 
 
-def choose(call: Call, algorithm: str = "adaptive", costs: Costs | None = None) -> str:
+def choose(call: Call, algorithm: str = "adaptive", costs: Costs | None = None, tie: float = 1.0) -> str:
     """The algorithm that runs: the one that was named, if it can, or the cheapest that can.
+
+    What is expected to take up to `tie` times as long as the cheapest counts as equal, and then the rule decides.
 
     Raises ConfigError if the named one does not exist for this operation, cannot run here, or does not keep the order.
     """
@@ -62,9 +64,12 @@ def choose(call: Call, algorithm: str = "adaptive", costs: Costs | None = None) 
     known = ALGORITHMS[call.operation]
     if algorithm == "adaptive":
         able = candidates(call)
-        if costs is not None:
-            return min(able, key=lambda name: (costs(call, name), known.index(name)))
-        return next(name for name in _preferred(call) if name in able)
+        expected = {name: 0.0 if costs is None else costs(call, name) for name in able}
+        most = tie * min(expected.values())
+        usual = next((name for name in _preferred(call) if name in able), None)
+        if usual is not None and expected[usual] <= most:
+            return usual
+        return min(able, key=lambda name: (expected[name], known.index(name)))
     if algorithm not in known:
         raise ConfigError(f"{call.operation}: algorithm={algorithm!r} is not one of adaptive, {', '.join(known)}")
     reason = why_not(call, algorithm)
@@ -137,9 +142,11 @@ def _preferred(call: Call) -> tuple[str, ...]:
     """Names from most to least wanted; the last of them can always run."""
     several = len(call.nodes.nodes) > 1
     if several:
-        first = "butterfly" if call.nbytes < SMALL_BYTES and not call.in_window else "hierarchical"
-    elif call.on_device or (call.nodes.size == 2 and call.nbytes > SMALL_BYTES and not call.in_window):
-        # Two ranks that exchange halves copy less than two that meet in a window.
+        # On a host a small all-reduce needs no messages inside the nodes, and one each way between two of them.
+        by_messages = call.on_device or call.operation != "all_reduce"
+        first = "butterfly" if call.nbytes < SMALL_BYTES and by_messages and not call.in_window else "hierarchical"
+    elif call.on_device or (call.nodes.size == 2 and call.nbytes > LARGE_BYTES and not call.in_window):
+        # Two ranks that exchange halves copy less than two that meet in shared rows, which counts where caches do not.
         first = "ring"
     else:
         first = "window"

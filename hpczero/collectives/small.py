@@ -83,7 +83,8 @@ def _total(transport: Transport, decision: Decision, op: str, total: Array, tag:
 
 def _reduce(call: Invocation, flat: Array) -> bool:
     transport, mark = call.transport, call.decision.mark
-    return transport.reduce_in_node(flat, transport.slots.adder(flat.dtype, reduction.code(call.op), mark), mark, call.what)
+    add = transport.slots.adder(flat.dtype, reduction.code(call.op), mark, flat.nbytes)
+    return transport.reduce_in_node(flat, add, mark, call.what)
 
 
 def _all_gather(call: Invocation, flat: Array) -> bool:

@@ -5,7 +5,8 @@ the canonical order; after another one it reads the stripes that the others have
 agreement on the call: nothing of the caller's is written before it.
 
 Bytes that move in memory, for an all-reduce of n bytes on each of L ranks: (L - 1) n read and written to leave them, n L
-read and n written to add, L n read and written to take the sums. Vectors of up to `slots.slot_bytes` take one meeting
+read and n written to add, n read and written to leave the sums, (L - 1) n read and written to take them. Vectors of up to
+`slots.slot_bytes` take one meeting
 (`small`), and arrays of `topology.empty` need not be left anywhere (`window`).
 
 Longer vectors pass in pieces. Pieces take the two halves of the rows in turn, so that a rank may leave the next one while
@@ -60,21 +61,20 @@ class Stripes:
     def all_reduce(self, flat: np.ndarray, shards: Sequence[int], op: str, mark: int, what: str) -> None:
         """`flat` becomes the reduction over the ranks."""
         me, sent = self._topology.rank, self._transport.bytes_sent
-        for piece in self._added(flat, shards, op, mark, what, into_row=True):
+        for piece in self._added(flat, shards, op, mark, what, for_all=True):
             self._transport.node_barrier(what)
-            piece.take(me, me)
             for rank in range(self._topology.size):
                 if rank != me:
                     sent["window"] += piece.take(rank, rank)
 
     def reduce_scatter(self, flat: np.ndarray, shards: Sequence[int], op: str, mark: int, what: str) -> None:
         """This rank's stripe of `flat` becomes the reduction; the rest stays as it is."""
-        for _ in self._added(flat, shards, op, mark, what, into_row=False):
+        for _ in self._added(flat, shards, op, mark, what, for_all=False):
             pass
 
     def reduce(self, flat: np.ndarray, shards: Sequence[int], root: int, op: str, mark: int, what: str) -> None:
         """`flat` of rank `root` becomes the reduction over the ranks; the others stay as they are."""
-        for piece in self._added(flat, shards, op, mark, what, into_row=True):
+        for piece in self._added(flat, shards, op, mark, what, for_all=True):
             self._transport.node_barrier(what)
             if self._topology.rank == root:
                 for rank in range(self._topology.size):
@@ -103,13 +103,15 @@ class Stripes:
             self._rows = None
 
     def _added(self, flat: np.ndarray, shards: Sequence[int], op: str, mark: int, what: str, *,
-               into_row: bool) -> Iterator[_Piece]:
-        """Pieces of which this rank has added its stripe, in its row or in `flat`."""
+               for_all: bool) -> Iterator[_Piece]:
+        """Pieces of which this rank has added its stripe: in `flat`, and if it is `for_all` in its row."""
         me, size, fold = self._topology.rank, self._topology.size, self._fold(flat.dtype, op)
         for piece in self._met(flat, shards, mark, what, lambda piece: piece.leave_all_but(me)):
             lo, hi = piece.ranges[me]
             place, mine = piece.base + piece.places[me], flat[lo:hi]
-            fold(piece.rows, place, me, mine, piece.rows[me, place:place + hi - lo] if into_row else mine)
+            fold(piece.rows, place, me, mine, mine)
+            if for_all:      # by a copy rather than by the kernel: see `slots.COPIED_BYTES`
+                piece.rows[me, place:place + hi - lo] = mine
             self._transport.bytes_sent["window"] += (size - 1) * mine.nbytes
             yield piece
 

@@ -83,15 +83,16 @@ def meet(flags, state, mark, fresh):
 
 
 @cpu_loop()
-def all_reduce(flat, rows, instructions, stack, op, flags, state, mark, fresh):
-    """`meet`, with `flat` put into this rank's row before, and all rows folded into `flat` after.
+def all_reduce(flat, rows, instructions, stack, op, flags, state, mark, fresh, leaves):
+    """`meet`, with `flat` put into this rank's row before if it `leaves` that, and all rows folded into `flat` after.
 
     `rows` is (2, size, n or more), both sets; `instructions`, `stack` and `op` are those of `reduce.fold`.
     """
     mine = rows[(state[CALL] + (1 if fresh else 0)) & 1]
-    row = mine[state[ME]]
-    for i in range(flat.size):
-        row[i] = flat[i]
+    if leaves:
+        row = mine[state[ME]]
+        for i in range(flat.size):
+            row[i] = flat[i]
     seen = meet(flags, state, mark, fresh)
     if seen == state[SIZE]:
         reduce.fold(mine, instructions, stack, op, 0, state[ME], flat, flat)
@@ -99,12 +100,13 @@ def all_reduce(flat, rows, instructions, stack, op, flags, state, mark, fresh):
 
 
 @cpu_loop()
-def all_reduce_half(flat, rows, instructions, stack, op, kind, flags, state, mark, fresh):
+def all_reduce_half(flat, rows, instructions, stack, op, kind, flags, state, mark, fresh, leaves):
     """As `all_reduce`, on the bits of half types; see `half.fold`."""
     mine = rows[(state[CALL] + (1 if fresh else 0)) & 1]
-    row = mine[state[ME]]
-    for i in range(flat.size):
-        row[i] = flat[i]
+    if leaves:
+        row = mine[state[ME]]
+        for i in range(flat.size):
+            row[i] = flat[i]
     seen = meet(flags, state, mark, fresh)
     if seen == state[SIZE]:
         half.fold(mine, instructions, stack, kind, op, 0, state[ME], flat, flat)
