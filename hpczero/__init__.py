@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same 
     from hpczero.topology import Topology
     from hpczero.zero.config import ZeroConfig
     from hpczero.zero.engine import Zero3Engine
+    from hpczero.zero.memory_stats import ZeroMemoryStats
     from hpczero.zero.optimizer import StepReport, ZeroOptimizer
     from hpczero.zero.param_groups import ParamGroup
 
@@ -51,6 +52,7 @@ _HOMES = {
     "hpczero.topology": ("Topology",),
     "hpczero.zero.config": ("ZeroConfig",),
     "hpczero.zero.engine": ("Zero3Engine",),
+    "hpczero.zero.memory_stats": ("ZeroMemoryStats",),
     "hpczero.zero.optimizer": ("StepReport", "ZeroOptimizer"),
     "hpczero.zero.param_groups": ("ParamGroup",),
 }  # fmt: skip
@@ -60,7 +62,8 @@ __all__ = [
     "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "ConfigError", "DataError", "DeviceError", "HierarchicalAggregator",
     "HierarchicalConfig", "HpczeroError", "Lion", "MismatchError", "Model", "NoCommunicatorError", "ParamGroup",
     "RoomError", "Settings", "Size", "StallError", "StepReport", "Topology", "WorldSizeMismatchError", "Zero3Engine",
-    "ZeroConfig", "ZeroOptimizer", "__version__", "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter",
+    "ZeroConfig", "ZeroMemoryStats", "ZeroOptimizer", "__version__", "all_gather", "all_reduce", "broadcast", "reduce",
+    "reduce_scatter",
 ]  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from hpczero.zero.access import PARAMETER, Access
 from hpczero.zero.buffers import GradientSlots
 from hpczero.zero.config import ZeroConfig
 from hpczero.zero.layout import PURPOSES, Layout, formula_bytes
+from hpczero.zero.memory_stats import ZeroMemoryStats, memory_stats
 from hpczero.zero.param_groups import ParamGroup, grouped
 from hpczero.zero.placement import as_arrays, device_of, refuse_optimizer, refuse_schedule, shares
 from hpczero.zero.step import ACCUMULATE, Decision, Meter, Rounds, StepReport, Updater
@@ -87,6 +88,7 @@ class PartitionedTraining(ABC):
         self._start_from(arrays)
         self._rounds = Rounds(self._transport)
         self._meter = Meter(self._transport)
+        self._bytes_moved: int | None = None
 
     @abstractmethod
     def _checked(self, arrays: Mapping[str, Array]) -> str:
@@ -121,6 +123,12 @@ class PartitionedTraining(ABC):
         return formula_bytes(self.layout, stage=self.stage, itemsize=self.dtype.itemsize,
                              num_states=len(self._updater.states), ranks_per_node=self.topology.node.size,
                              num_nodes=self.topology.num_nodes, shared=self.shared)
+
+    @property
+    def memory_stats(self) -> ZeroMemoryStats:
+        """What partitioning saves on this rank, and what the last step moved for it."""
+        return memory_stats(self.layout, self.dtype.itemsize, len(self._updater.states), self.memory, self.memory_formula,
+                            self._bytes_moved)
 
     def get_full(self, names: Sequence[str] | None = None, part: str = PARAMETER) -> dict[str, np.ndarray]:
         """Host copies of whole arrays by name, the same bits on all ranks, put together in one exchange.
@@ -216,10 +224,12 @@ class PartitionedTraining(ABC):
     def _report(self, decision: Decision, rates: tuple[float, ...], start: float) -> StepReport:
         """Of a step that began at `start` by the clock of `time.perf_counter`. HpczeroError, on all ranks, if it was one
         too many to be skipped."""
+        sent = self._meter.read()
+        self._bytes_moved = sum(sent.values())
         if decision.end:
             raise HpczeroError(decision.end)
         return StepReport(self._updater.step, not decision.reason, decision.reason, decision.non_finite, decision.grad_norm,
-                          decision.clip_coef, rates, self._meter.read(), time.perf_counter() - start)
+                          decision.clip_coef, rates, sent, time.perf_counter() - start)
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -332,13 +332,24 @@ def test_measured_bytes_are_within_two_percent_of_the_formula_for_ten_million_pa
     for node_map in node_maps(comm.size)[:2]:
         with Topology(comm, node_map) as topology:
             zero = build(stage, zero_values, AdamW(), topology, reduce_bucket_size="8MiB")
+            check_everywhere(comm, np.isnan(zero.memory_stats.communication_overhead), "before the first step")
             zero.accumulate(zero_values)
-            zero.step()
+            report = zero.step()
             measured, formula = zero.memory, zero.memory_formula
             total, predicted = sum(measured.values()), sum(formula.values())
             check_everywhere(comm, abs(total - predicted) < 0.02 * predicted, f"{topology} {measured} for {formula}")
             n, ranks = 10_000_000, comm.size
             share = topology.node.size
+            stats = zero.memory_stats
+            saved = [stats.optimizer_memory_saved, stats.gradient_memory_saved, stats.parameter_memory_saved]
+            held = [measured["optimizer_states"], measured["gradients"], measured["parameters"]]
+            sums = np.allclose(np.add(saved, held), [8 * n, 4 * n, 4 * n], rtol=1e-12)
+            total = stats.total_memory_saved - (sum(saved) - measured["buffers"])
+            near = all(abs(getattr(stats, name) - value) < 0.02 * predicted for name, value in stats.formula.items())
+            check_everywhere(comm, sums and total == 0 and near and len(stats.formula) == 4, f"{topology} {stats}")
+            least = 2 * (ranks - 1) / ranks * 4 * n
+            moved = sum(report.bytes_sent.values()) / least if ranks > 1 else 0.0
+            check_everywhere(comm, stats.communication_overhead == moved, f"{stats} {report}")
             plain = {0: 16 * n, 1: 4 * n / share + 4 * n + 8 * n / ranks, 2: 4 * n / share + 12 * n / ranks,
                      3: 16 * n / ranks}[stage]
             check_everywhere(comm, abs(sum(formula.values()) - formula["buffers"] - plain) < 1000, f"{formula} {plain}")
