@@ -25,6 +25,7 @@ from mpi4py import MPI
 from hpczero.device import Device
 from hpczero.errors import HpczeroError, RoomError, raise_together
 from hpczero.topology import Topology, refuse_finalised
+from hpczero.waiting import arrive
 
 SHARED_MEMORY_FOLDER = "/dev/shm"
 LINE_BYTES = 64
@@ -80,6 +81,7 @@ def node_rows(topology: Topology, count: int, dtype: np.dtype, *, single: bool =
     Called by every rank of the topology, with its own count where ranks of different nodes differ, the same within a
     node. Raises RoomError on all ranks if /dev/shm is too small on any node.
     """
+    arrive(topology.world, "making memory that the ranks of a node share (in the first collective, say)")
     node = topology.node
     num_rows = 1 if single else node.size
     stride = _odd_stride(count, dtype.itemsize) if num_rows > 1 else max(count, 1)

@@ -6,6 +6,7 @@ spin on the core that the awaited rank may need, and never notice that nobody wi
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_TIMEOUT_S, REPORT_S = 600.0, 30.0
 YIELD_AFTER_S, SLEEP_AFTER_S = 100e-6, 20e-3
+_log = logging.getLogger("hpczero.waiting")
 LONG_S = 1.0
 """A wait that lasts longer is attended to, ten times a second."""
 
@@ -82,6 +84,27 @@ def completed(requests: Sequence[MPI.Request], patience: Callable[[], Patience],
         return False
 
     return until(done, patience)
+
+
+def arrive(comm: MPI.Intracomm, what: str) -> None:
+    """Returns once every rank of `comm` has come here: before calls of MPI that would wait for ever, and say nothing.
+
+    Warns once at 30 s, and raises StallError at 10 minutes.
+    """
+    from hpczero.errors import StallError
+
+    told, where = False, f"rank {comm.rank} of {comm.size}"
+
+    def attend(waited_s: float) -> None:
+        nonlocal told
+        if waited_s > REPORT_S and not told:
+            told = True
+            _log.warning("%s waits since %.0f s for all ranks to come to: %s", where, waited_s, what)
+
+    request = comm.Ibarrier()
+    if not completed([request], lambda: Patience(DEFAULT_TIMEOUT_S, attend=attend)):
+        abandon([request])
+        raise StallError(f"{where}: not all ranks came within {DEFAULT_TIMEOUT_S:g} s to: {what}")
 
 
 def until(done: Callable[[], bool], patience: Callable[[], Patience]) -> bool:

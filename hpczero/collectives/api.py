@@ -19,6 +19,7 @@ from hpczero.collectives import reduction
 from hpczero.collectives.call import Invocation, shard_offsets, shard_slice
 from hpczero.collectives.comm_thread import Handle, submit
 from hpczero.collectives.selection import Order
+from hpczero.errors import ConfigError
 from hpczero.topology import Topology
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter", "shard_offsets", "shard_slice"]
@@ -57,6 +58,7 @@ def all_reduce(array: Any, topology: Topology, *, op: str = "sum", algorithm: st
     ConfigError
         An argument that cannot be honoured.
     """
+    _refuse_communicator(topology)
     if blocking and out is None and _made_before(array, topology, op, algorithm, order):
         return array
     if not blocking:
@@ -89,6 +91,7 @@ def reduce_scatter(array: Any, topology: Topology, *, op: str = "sum", algorithm
     -------
     1-D view of `array`, or `out`
     """
+    _refuse_communicator(topology)
     if not blocking:
         return submit(topology, array, lambda: reduce_scatter(array, topology, op=op, algorithm=algorithm, order=order,
                                                        counts=counts, out=out))
@@ -122,6 +125,7 @@ def all_gather(array: Any, topology: Topology, *, algorithm: str = "adaptive", c
     -------
     `array`, or `out`
     """
+    _refuse_communicator(topology)
     if not blocking:
         return submit(topology, array, lambda: all_gather(array, topology, algorithm=algorithm, counts=counts, out=out))
     topology.drain()
@@ -141,6 +145,7 @@ def all_gather(array: Any, topology: Topology, *, algorithm: str = "adaptive", c
 def broadcast(array: Any, topology: Topology, *, root: int = 0, algorithm: str = "adaptive",
               blocking: bool = True) -> Array | Handle:
     """Every rank's `array` becomes that of rank `root`. Called by every rank, with the same root."""
+    _refuse_communicator(topology)
     if not blocking:
         return submit(topology, array, lambda: broadcast(array, topology, root=root, algorithm=algorithm))
     topology.drain()
@@ -157,6 +162,7 @@ def reduce(array: Any, topology: Topology, *, root: int = 0, op: str = "sum", al
 
     As `all_reduce` otherwise; `out` counts on the root only. Returns the result on the root, None elsewhere.
     """
+    _refuse_communicator(topology)
     if not blocking:
         return submit(topology, array, lambda: reduce(array, topology, root=root, op=op, algorithm=algorithm, order=order,
                                                       out=out))
@@ -173,6 +179,12 @@ def reduce(array: Any, topology: Topology, *, root: int = 0, op: str = "sum", al
     if op == "mean":
         reduction.divide(flat, topology.size)
     return call.finish(flat)
+
+
+def _refuse_communicator(topology: Any) -> None:
+    if not isinstance(topology, Topology):
+        raise ConfigError(f"topology: a hpczero.Topology is needed, not {type(topology).__name__}; make one of a communicator, "
+                          "hpczero.Topology(comm), and use it for all calls")
 
 
 def _made_before(array: Any, topology: Topology, op: str, algorithm: str, order: str) -> bool:

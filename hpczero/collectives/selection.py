@@ -71,7 +71,10 @@ def choose(call: Call, algorithm: str = "adaptive", costs: Costs | None = None, 
             return usual
         return min(able, key=lambda name: (expected[name], known.index(name)))
     if algorithm not in known:
-        raise ConfigError(f"{call.operation}: algorithm={algorithm!r} is not one of adaptive, {', '.join(known)}")
+        from hpczero.settings import nearest      # imports pydantic, which is of use in this one case
+
+        raise ConfigError(f"{call.operation}: algorithm={algorithm!r} is not one of adaptive, {', '.join(known)}"
+                          f"{nearest(str(algorithm), ('adaptive', *known))}")
     reason = why_not(call, algorithm)
     if reason:
         raise ConfigError(f"{call.operation}: algorithm={algorithm!r} {reason}")

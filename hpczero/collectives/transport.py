@@ -36,11 +36,9 @@ from hpczero.collectives.slots import BARRIER, Slots
 from hpczero.collectives.watchdog import Watchdog
 from hpczero.errors import ConfigError, MismatchError, StallError, gather_texts, raise_together
 from hpczero.topology import Topology
-from hpczero.waiting import DEFAULT_TIMEOUT_S, Patience, abandon, completed, until
+from hpczero.waiting import DEFAULT_TIMEOUT_S, REPORT_S, Patience, abandon, completed, until
 
 LARGEST_COUNT = 2**31 - 1
-REPORT_S = 30.0
-"""A wait that lasts longer is reported once; what it waits for may yet come."""
 _NOTHING = [np.empty(0, np.uint8), 0, MPI.BYTE]
 _log = logging.getLogger("hpczero.collectives")
 

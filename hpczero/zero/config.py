@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hpczero.settings import Settings, Size
 
@@ -36,3 +36,10 @@ class ZeroConfig(Settings):
     comm_timeout_ms: Annotated[int, Field(gt=0)] = 600_000
     """How long a rank waits for the others before it says who is missing. Holds for all that use the same topology, from
     the last to set it."""
+
+    @model_validator(mode="after")
+    def _clips(self) -> ZeroConfig:
+        if self.gradient_clipping_norm != 2 and not self.gradient_clipping:
+            raise ValueError(f"gradient_clipping_norm = {self.gradient_clipping_norm!r}: nothing is clipped by it; set "
+                             "gradient_clipping too")
+        return self

@@ -22,7 +22,7 @@ from hpczero.arrays import Array
 from hpczero.collectives.guard import agree
 from hpczero.collectives.transport import Transport
 from hpczero.device import Device
-from hpczero.errors import HpczeroError, RoomError, StallError
+from hpczero.errors import ConfigError, HpczeroError, RoomError, StallError
 from hpczero.memory import Arena
 from hpczero.optim import Optimizer
 from hpczero.optim.schedules import Schedule
@@ -34,7 +34,7 @@ from hpczero.zero.layout import PURPOSES, Layout, formula_bytes
 from hpczero.zero.memory_stats import ZeroMemoryStats, memory_stats
 from hpczero.zero.param_groups import ParamGroup, grouped
 from hpczero.zero.placement import as_arrays, device_of, refuse_optimizer, refuse_schedule, shares
-from hpczero.zero.step import ACCUMULATE, Decision, Meter, Rounds, StepReport, Updater
+from hpczero.zero.step import ACCUMULATE, CLOSE, Decision, Meter, Rounds, StepReport, Updater
 
 if TYPE_CHECKING:
     import numpy as np
@@ -167,6 +167,7 @@ class PartitionedTraining(ABC):
         if self._closed:
             return
         refuse_finalised()
+        self._rounds.meet(CLOSE, 0.0, None)      # freeing would wait for a rank that is in another call, without a word
         self._closed = True
         self._forget()
         self._arena.close()
@@ -192,6 +193,8 @@ class PartitionedTraining(ABC):
         arrays: dict[str, Array] = {}
         error, call = None, ""
         try:
+            if not isinstance(self.config, ZeroConfig):
+                raise ConfigError(f"config: a ZeroConfig(...) is needed, not {self.config!r}")
             arrays, self.dtype = as_arrays(params)
             self.device = device or device_of(arrays)
             refuse_optimizer(optimizer)
@@ -212,8 +215,12 @@ class PartitionedTraining(ABC):
         try:
             self._rounds.meet(call, weight, error, lr)
         except Exception:
-            self._restart()
+            self._drop()
             raise
+
+    def _drop(self) -> None:
+        """What was accumulated for this step is of no use."""
+        self._restart()
 
     def _restart(self) -> None:
         """The next micro-batch is the first of its step."""

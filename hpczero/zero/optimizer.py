@@ -354,6 +354,11 @@ class ZeroOptimizer(PartitionedTraining):
             flat_of(self._gradients)[...] = 0
         self._restart()
 
+    def _drop(self) -> None:
+        given = self._accumulated
+        super()._drop()
+        self._accumulated = given      # what lies in `grads` was not put there by hand
+
     def _restart(self) -> None:
         super()._restart()
         self._written.clear()

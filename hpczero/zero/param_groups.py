@@ -84,8 +84,10 @@ def grouped(shapes: Mapping[str, tuple[int, ...]], optimizer: Optimizer, groups:
         for each in group.match:
             names = [name for name, shape in shapes.items() if ParamGroup(each).fits(name, shape)]
             if not names:
+                some = ", ".join(list(shapes)[:5]) + (", ..." if len(shapes) > 5 else "")
                 raise ConfigError(f"{group}: {each if isinstance(each, str) else 'the function'!r} fits no parameter"
-                                  + (_near(each, shapes) if isinstance(each, str) else ""))
+                                  + (_near(each, shapes) if isinstance(each, str) else "")
+                                  + f"; there are {some or 'none'} (patterns as of file names: * ? [ab])")
             for name in names:
                 if found.setdefault(name, index) != index:
                     raise ConfigError(f"parameter {name!r} is in two groups, {groups[found[name] - 1]} and {group}")

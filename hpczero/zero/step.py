@@ -32,8 +32,8 @@ from hpczero.zero.param_groups import Grouping
 
 _log = logging.getLogger("hpczero.zero")
 
-ACCUMULATE, STEP, FORWARD, LEFT = 1.0, 2.0, 3.0, 4.0
-_CALLS = {ACCUMULATE: "accumulate() or backward()", STEP: "step()", FORWARD: "forward()"}
+ACCUMULATE, STEP, FORWARD, LEFT, CLOSE = 1.0, 2.0, 3.0, 4.0, 5.0
+_CALLS = {ACCUMULATE: "accumulate() or backward()", STEP: "step()", FORWARD: "forward()", CLOSE: "close()"}
 FAREWELL_S = 3.0
 """How long a rank that leaves with an exception waits for the others to hear of it; its traceback waits as long."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from agreement import check_everywhere
 
-from hpczero import AdamW, HierarchicalAggregator, ZeroOptimizer
+from hpczero import AdamW, HierarchicalAggregator, ZeroConfig, ZeroOptimizer
 from hpczero.collectives import call as calls
 from hpczero.collectives import messages
 from hpczero.collectives.api import all_reduce, reduce_scatter, shard_slice
@@ -207,3 +207,41 @@ def test_what_two_nodes_add_has_the_same_bits_on_both_also_where_both_have_a_nan
             result = all_reduce(np.tile(array, count // 16), topology, algorithm=algorithm)
             held = comm.allgather(result.tobytes())
             check_everywhere(comm, held == [held[0]] * comm.size, algorithm)
+
+
+def test_a_communicator_where_a_topology_is_needed_and_a_dict_where_a_config_is(comm):
+    for call in (lambda: all_reduce(np.ones(3), comm), lambda: reduce_scatter(np.ones(3), comm),
+                 lambda: all_reduce(np.ones(3), comm, blocking=False)):
+        with pytest.raises(ConfigError, match="hpczero.Topology\\(comm\\)"):
+            call()
+    with Topology(comm) as topology:
+        with pytest.raises(ConfigError, match="a ZeroConfig"):
+            ZeroOptimizer({"w": np.ones(3)}, AdamW(), topology, {"stage": 1} if comm.rank == comm.size - 1 else None)
+        with pytest.raises(ConfigError, match="did you mean ring"):
+            all_reduce(np.ones(3), topology, algorithm="rign")
+
+
+def test_a_rank_that_closes_while_another_steps_is_a_mismatch_on_both(comm):
+    if comm.size == 1:
+        return
+    with Topology(comm) as topology:
+        zero = ZeroOptimizer({"w": np.ones(3)}, AdamW(), topology)
+        with pytest.raises(MismatchError, match="close\\(\\)"):
+            zero.close() if comm.rank == 0 else zero.step()
+        zero.accumulate({"w": np.ones(3)})
+        check_everywhere(comm, zero.step().applied, "the next step")
+        zero.close()
+
+
+def test_a_refused_accumulate_is_not_taken_for_gradients_written_by_hand(comm):
+    with Topology(comm) as topology:
+        zero = ZeroOptimizer({"w": np.ones(3), "b": np.ones(2)}, AdamW(), topology, ZeroConfig(stage=1))
+        assert set(zero.grads) == {"w", "b"}
+        bad = {"w": np.ones(3), ("c" if comm.rank == 0 else "b"): np.ones(2)}
+        with pytest.raises(ConfigError, match="'c'"):
+            zero.accumulate(bad)
+        report = zero.step()
+        check_everywhere(comm, not report.applied and "no rank had a sample" in report.reason, f"{report}")
+        zero.close()
+    with pytest.raises(ConfigError, match="gradient_clipping too"):
+        ZeroConfig(gradient_clipping_norm=1)
