@@ -18,6 +18,7 @@ from hpczero.collectives.slots import FAILED, slot_bytes
 from hpczero.collectives.transport import Transport
 from hpczero.errors import MismatchError, gather_texts, raise_together
 
+
 def fingerprint(call: str) -> int:
     """A number that stands for a description of a call; the same in every process, and never `FAILED` or a barrier's."""
     return int.from_bytes(blake2b(call.encode(), digest_size=8).digest(), "little", signed=True) | 2

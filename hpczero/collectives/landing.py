@@ -70,8 +70,9 @@ class Landing:
         flat = self._flat
         # On a device a fold puts the rank's own elements into a row beside what arrived.
         num_rows = traffic.num_rows + is_device(flat)
-        longest = max((unit.segment.count for unit in self.units
-                       if not all(self._by_ipc(unit, row) for row in range(len(unit.indices)))), default=0)
+        longest = traffic.longest if not self._staged else max(
+            (unit.segment.count for unit in self.units
+             if not all(self._by_ipc(unit, row) for row in range(len(unit.indices)))), default=0)
         shape = self._depth, num_rows, longest + ODD_BYTES // flat.itemsize
         if is_device(flat) and not self._staged:
             self._rows = namespace(flat).empty(shape, flat.dtype)

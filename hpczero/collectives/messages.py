@@ -107,6 +107,8 @@ class Traffic:
     """How many units may be asked for at a time."""
     num_rows: int
     """Messages of the largest unit."""
+    longest: int
+    """Elements of the longest unit."""
     queues: tuple[tuple[int, tuple[Segment, ...]], ...]
     """What each peer is sent, in this order: that in which it expects it."""
 
@@ -149,6 +151,7 @@ class Round:
             # Where what leaves must be gone before anything is written, all that arrives must find room meanwhile.
             depth=len(units) if self.sends_what_changes else min(DEPTH, len(units)),
             num_rows=max((len(unit.indices) for unit in units), default=0),
+            longest=max((unit.segment.count for unit in units), default=0),
             queues=tuple((peer, tuple(segments)) for peer, segments in queues.items()),
         )
 

@@ -51,7 +51,7 @@ def over_nodes(transport: Transport, decision: Decision, op: str, flat: Array) -
     if not (alike and transport.meet(verdict, decision.what) and verdict == decision.mark):
         return False
     if topology.num_nodes > 2 and not topology.is_leader:
-        transport.play((), flat)      # takes as many tags
+        transport.next_tag()      # as the first rank of the node did
     flat[:] = slots.last_rows(flat.dtype)[0, :count]
     transport.bytes_sent["window"] += 0 if topology.is_leader else flat.nbytes
     return True

@@ -6,8 +6,7 @@ agreement on the call: nothing of the caller's is written before it.
 
 Bytes that move in memory, for an all-reduce of n bytes on each of L ranks: (L - 1) n read and written to leave them, n L
 read and n written to add, n read and written to leave the sums, (L - 1) n read and written to take them. Vectors of up to
-`slots.slot_bytes` take one meeting
-(`small`), and arrays of `topology.empty` need not be left anywhere (`window`).
+`slots.slot_bytes` take one meeting (`small`), and arrays of `topology.empty` need not be left anywhere (`window`).
 
 Longer vectors pass in pieces. Pieces take the two halves of the rows in turn, so that a rank may leave the next one while
 others still read the last: it leaves another one in the same half only after a meeting to which they came later. Whose turn

@@ -26,6 +26,7 @@ here is float64 with nothing but + - * / and sqrt, which IEEE 754 rounds in one 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral, Real
@@ -34,7 +35,7 @@ from typing import Any, ClassVar, Literal, get_args
 from hpczero.errors import ConfigError
 
 
-class _Schedule:
+class _Schedule(ABC):
     """What all schedules share; their settings stand in their own classes."""
 
     name: ClassVar[str]
@@ -56,8 +57,9 @@ class _Schedule:
         """Goyal et al., "Accurate, large minibatch SGD" (2017), section 2.2: gradual warm-up."""
         return _to_one(self.warmup_start, step / self.warmup)
 
+    @abstractmethod
     def _after_peak(self, step: int) -> float:
-        raise NotImplementedError
+        """The factor at a step beyond `warmup`."""
 
 
 @dataclass(frozen=True)

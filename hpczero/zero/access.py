@@ -6,7 +6,6 @@ width, and the vectors are added. Each element has one owner, so the sum is that
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -18,6 +17,7 @@ from hpczero.collectives.api import all_reduce
 from hpczero.collectives.guard import agree
 from hpczero.collectives.transport import Transport
 from hpczero.errors import ConfigError
+from hpczero.settings import nearest
 from hpczero.topology import Topology
 from hpczero.zero.layout import Layout
 
@@ -82,13 +82,13 @@ class Access:
 
     def _checked(self, names: Any, part: str) -> list[str]:
         if part not in self._parts:
-            raise ConfigError(f"part={part!r}: there is no such part{_near(part, self._parts)}; there are "
+            raise ConfigError(f"part={part!r}: there is no such part{nearest(str(part), self._parts)}; there are "
                               f"{', '.join(self._parts)}")
         if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise ConfigError(f"names={names!r}: a list of names is needed")
         for name in names:
             if name not in self._layout.places:
-                raise ConfigError(f"there is no parameter {name!r}{_near(name, self._names)}")
+                raise ConfigError(f"there is no parameter {name!r}{nearest(name, self._names)}")
         if len(set(names)) < len(names):
             raise ConfigError(f"names={names!r}: a name stands there twice")
         return list(names)
@@ -99,8 +99,3 @@ class Access:
         if array.shape != shape or array.dtype.kind not in "fiu":
             raise ConfigError(f"{part} of {name!r}: {shape} numbers are needed, not {array.shape} of {array.dtype}")
         return array
-
-
-def _near(word: Any, known: Any) -> str:
-    near = difflib.get_close_matches(str(word), list(known), 1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -21,8 +21,10 @@ class ZeroMemoryStats:
     """Of all three, less what the buffers take."""
     communication_overhead: float
     """Bytes that this rank has moved in the last step (read from neighbours' memory, or sent), as a multiple of what an
-    all-reduce of the gradients sends, 2 (P - 1) / P of them: 1.0 at stages 1 and 2 with private parameters, 1.5 at stage 3
-    (Rajbhandari et al., "ZeRO", SC 2020, section 7). NaN before the first step, and 0 on one rank."""
+    all-reduce of the gradients sends, 2 (P - 1) / P of them (Rajbhandari et al., "ZeRO", SC 2020, section 7): 1 at stages 0
+    to 2 with private parameters, and less than 1.5 at stage 3, where the last layer of the forward pass is not gathered
+    again; where a node shares parameters, what need not be moved inside it is missing. NaN before the first step, and 0 on
+    one rank."""
     formula: Mapping[str, float] = field(default_factory=dict)
     """The four savings by the formulas of the stage, under the same names."""
 

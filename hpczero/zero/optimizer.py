@@ -17,7 +17,6 @@ are read-only: `p *= 0.5` on two ranks would otherwise give a quarter. A model t
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from hpczero.device import Device
 from hpczero.errors import ConfigError
 from hpczero.optim import Optimizer
 from hpczero.optim.schedules import Schedule
+from hpczero.settings import nearest
 from hpczero.topology import Topology
 from hpczero.zero.buffers import (
     GradientSlots,
@@ -259,9 +259,7 @@ class ZeroOptimizer(PartitionedTraining):
             yield name, checked_gradient(name, gradient, place.shape)
 
     def _unknown(self, name: str) -> ConfigError:
-        near = difflib.get_close_matches(str(name), self.layout.places, 1)
-        return ConfigError(f"gradient of {name!r}: there is no such parameter"
-                           + (f"; did you mean {near[0]!r}?" if near else ""))
+        return ConfigError(f"gradient of {name!r}: there is no such parameter{nearest(str(name), self.layout.places)}")
 
     def _take_whole(self, gradients: Any, weight: float) -> Exception | None:
         """Into the whole gradient of stages 0 and 1: the first of a step overwrites, later ones add."""

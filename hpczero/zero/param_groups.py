@@ -8,7 +8,6 @@ in which parameters or groups are listed. Parameters that no group names form th
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ from typing import Any
 
 from hpczero.errors import ConfigError
 from hpczero.optim import Optimizer
+from hpczero.settings import nearest
 
 Match = str | Callable[[str, tuple[int, ...]], bool]
 
@@ -43,7 +43,7 @@ class ParamGroup:
         self.match, self.settings = match, settings
 
     def fits(self, name: str, shape: tuple[int, ...]) -> bool:
-        return any(fnmatchcase(name, each) if isinstance(each, str) else bool(each(name, shape)) for each in self.match)
+        return any(_fits(each, name, shape) for each in self.match)
 
     def __repr__(self) -> str:
         parts = [repr(each) if isinstance(each, str) else getattr(each, "__name__", "a function") for each in self.match]
@@ -82,11 +82,11 @@ def grouped(shapes: Mapping[str, tuple[int, ...]], optimizer: Optimizer, groups:
     found: dict[str, int] = {}
     for index, group in enumerate(groups, 1):
         for each in group.match:
-            names = [name for name, shape in shapes.items() if ParamGroup(each).fits(name, shape)]
+            names = [name for name, shape in shapes.items() if _fits(each, name, shape)]
             if not names:
                 some = ", ".join(list(shapes)[:5]) + (", ..." if len(shapes) > 5 else "")
                 raise ConfigError(f"{group}: {each if isinstance(each, str) else 'the function'!r} fits no parameter"
-                                  + (_near(each, shapes) if isinstance(each, str) else "")
+                                  + (nearest(each, shapes) if isinstance(each, str) else "")
                                   + f"; there are {some or 'none'} (patterns as of file names: * ? [ab])")
             for name in names:
                 if found.setdefault(name, index) != index:
@@ -96,19 +96,18 @@ def grouped(shapes: Mapping[str, tuple[int, ...]], optimizer: Optimizer, groups:
     return Grouping(optimizers, own_lr, {name: found.get(name, 0) for name in shapes})
 
 
+def _fits(match: Match, name: str, shape: tuple[int, ...]) -> bool:
+    return fnmatchcase(name, match) if isinstance(match, str) else bool(match(name, shape))
+
+
 def _with(optimizer: Optimizer, group: ParamGroup) -> Optimizer:
     known = [field.name for field in fields(optimizer)]
     for name in group.settings:
         if name not in known:
-            raise ConfigError(f"{group}: {type(optimizer).__name__} has no {name!r}{_near(name, known)}; it has "
+            raise ConfigError(f"{group}: {type(optimizer).__name__} has no {name!r}{nearest(name, known)}; it has "
                               f"{', '.join(known)}")
     changed = replace(optimizer, **group.settings)
     if changed.state_names != optimizer.state_names:
         raise ConfigError(f"{group}: with these settings {type(optimizer).__name__} keeps {changed.state_names}, elsewhere "
                           f"{optimizer.state_names}; groups must keep the same states")
     return changed
-
-
-def _near(word: str, known: Any) -> str:
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -258,9 +258,9 @@ class Updater:
         """The norm of the averaged gradients over all ranks' shards, the same bits on every rank, at every stage; and the
         names of the parameters where it is not finite."""
         by_parameter = self._gradients.by_parameter(gradients, "gradient norm")
-        names = sorted(self.layout.places)
-        non_finite = tuple(names[index] for index in np.flatnonzero(~np.isfinite(by_parameter)))
-        return norm(by_parameter, self._norm) / weight, non_finite
+        bad = np.flatnonzero(~np.isfinite(by_parameter))
+        names = sorted(self.layout.places) if bad.size else []
+        return norm(by_parameter, self._norm) / weight, tuple(names[index] for index in bad)
 
     def learning_rates(self, lr: float | None) -> tuple[float, ...]:
         """Of each group at the current step. `lr` stands in for that of groups that have none of their own."""
